@@ -1,0 +1,185 @@
+"""What each op costs: a user's model over an analytic one, and where each number came from.
+
+    CostModel (protocol, user classes plug in)  ->  resolve()  ->  ResolvedCosts: a duration and a source for every op
+    AnalyticCostModel: the fallback, from a hardware profile alone
+
+An op's `bytes` means, by kind: `h2d`, `d2h`, activations: what crosses this rank's host link; `all_gather`, `reduce`: what
+this rank receives from the others; `host_cast`, `host_gather`, `host_reduce`, `cpu_update`, `snapshot`: host memory
+traffic, reads plus writes, of this rank's part; kinds on the GPU: device memory traffic that is the least they can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import ITEMSIZE
+from slidedp.compiler.ops import Op, OpKind
+from slidedp.compiler.strict import content_hash
+
+ADAM_BYTES_PER_PARAM = 28
+"""Host memory traffic of the update that `cpu_adam_gparams` is quoted for: FP32 master and two moments read and written
+(24), BF16 gradient read, BF16 shadow written."""
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """What an op costs on a machine. None (or NotImplementedError) for an op leaves it to the analytic model."""
+
+    def duration_us(self, op: Op, hw: HardwareProfile) -> int:
+        """Microseconds that `op` occupies its stream, a whole number, 0 or more."""
+        ...
+
+    def bytes(self, op: Op, hw: HardwareProfile) -> int:
+        """Bytes that `op` moves: a whole number, 0 or more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticCostModel:
+    """Durations from a profile's rates, all ranks active at once and in step.
+
+    Deliveries for the backward and gradient returns run at the same time, so both get the `duplex` rate; deliveries for
+    the forward get the one-direction rate of all GPUs. Host work of all ranks shares the host's rates: N ranks, each
+    with its 1/N, take as long as one rank with all. Contention beyond that is the simulator's later business.
+    """
+
+    world_size: int = 1
+    compute_dtype: str = "bfloat16"
+
+    def bytes(self, op: Op, hw: HardwareProfile) -> int:
+        return op.bytes
+
+    def duration_us(self, op: Op, hw: HardwareProfile) -> int:
+        return math.ceil(self.exact_us(op, hw))
+
+    def exact_us(self, op: Op, hw: HardwareProfile) -> float:
+        match op.kind:
+            case OpKind.H2D | OpKind.ACT_RELOAD:
+                return hw.link_latency_us + _us(op.bytes, self.h2d_gbps(op, hw))
+            case OpKind.D2H | OpKind.ACT_OFFLOAD:
+                return hw.link_latency_us + _us(op.bytes, hw.d2h_gbps if self.alone(hw) else hw.duplex_gbps)
+            case OpKind.ALL_GATHER | OpKind.REDUCE:
+                return hw.collective_latency_us + _us(op.bytes, hw.gpu_link_gbps or hw.duplex_gbps)
+            case OpKind.BARRIER | OpKind.GRAD_NORM:
+                return hw.collective_latency_us
+            case OpKind.HOST_CAST:
+                return hw.host_task_us + self.cast_us(op, hw)
+            case OpKind.CPU_UPDATE:
+                adam_gbps = min(hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM, hw.host_dram_gbps)
+                return hw.host_task_us + _us(op.bytes * self.world_size, adam_gbps)
+            case OpKind.HOST_GATHER | OpKind.HOST_REDUCE | OpKind.SNAPSHOT:
+                return hw.host_task_us + _us(op.bytes * self.world_size, hw.host_dram_gbps)
+            case OpKind.FORWARD | OpKind.RECOMPUTE | OpKind.BACKWARD | OpKind.PROLOGUE | OpKind.EPILOGUE | OpKind.GPU_UPDATE:
+                return hw.gpu_launch_us + max(op.flops / hw.tflops(self.compute_dtype) / 1e6, _us(op.bytes, hw.hbm_gbps))
+
+    def alone(self, hw: HardwareProfile) -> bool:
+        """One rank of a machine with several GPUs: the others are idle, and no figure but the single one applies."""
+        return self.world_size == 1 and hw.num_gpus > 1
+
+    def h2d_gbps(self, op: Op, hw: HardwareProfile) -> float:
+        if self.alone(hw):
+            return hw.h2d_gbps
+        for_backward = any(ref.value.startswith("W.bwd.") for ref in op.writes)
+        return hw.duplex_gbps if for_backward or op.kind is OpKind.ACT_RELOAD else hw.h2d_all_gbps
+
+    def cast_us(self, op: Op, hw: HardwareProfile) -> float:
+        """A cast reads FP32 and writes the compute dtype; the profile's rates count BF16 bytes written."""
+        bf16_bytes = 2 * op.bytes / (4 + ITEMSIZE[self.compute_dtype])
+        return _us(bf16_bytes, min(hw.cast_gbps, hw.cast_total_gbps / self.world_size))
+
+
+@dataclass(frozen=True)
+class ResolvedCosts:
+    """Microseconds, bytes and source (``user`` or ``analytic``) of every op of one graph. `name`: the model's."""
+
+    name: str
+    durations_us: dict[str, int]
+    num_bytes: dict[str, int]
+    sources: dict[str, str]
+
+    def duration_us(self, op: Op) -> int:
+        return self.durations_us[op.name]
+
+    def source(self, op: Op) -> str:
+        """Where the duration of `op` came from."""
+        return self.sources[op.name]
+
+    @cached_property
+    def hash(self) -> str:
+        """Of every number: what a user's code computes identifies it better than the code would."""
+        return content_hash([self.durations_us, self.num_bytes, self.sources])
+
+
+def resolve(
+    ops: Iterable[Op], hw: HardwareProfile, analytic: AnalyticCostModel, user: CostModel | None = None
+) -> ResolvedCosts:
+    """Costs of `ops` from `user`, and from `analytic` where it is silent.
+
+    Raises ValueError, naming class and op, for a model without the two methods and for a cost that is not a whole number
+    of 0 or more.
+    """
+    costs = WithFallback(analytic, user)
+    durations, num_bytes, sources = {}, {}, {}
+    for op in ops:
+        durations[op.name], sources[op.name] = costs.sourced_duration_us(op, hw)
+        num_bytes[op.name] = costs.bytes(op, hw)
+    name = "analytic" if user is None else f"{type(user).__module__}.{type(user).__qualname__}"
+    return ResolvedCosts(name, durations, num_bytes, sources)
+
+
+@dataclass(frozen=True, slots=True)
+class WithFallback:
+    """`user`'s costs, checked, where it knows them, `analytic`'s elsewhere; itself a CostModel. Raises as :func:`resolve`."""
+
+    analytic: AnalyticCostModel
+    user: CostModel | None = None
+
+    def __post_init__(self) -> None:
+        if self.user is not None:
+            _check_methods(self.user)
+
+    def sourced_duration_us(self, op: Op, hw: HardwareProfile) -> tuple[int, str]:
+        cost = _ask(self.user, "duration_us", op, hw)
+        return (self.analytic.duration_us(op, hw), "analytic") if cost is None else (cost, "user")
+
+    def duration_us(self, op: Op, hw: HardwareProfile) -> int:
+        return self.sourced_duration_us(op, hw)[0]
+
+    def bytes(self, op: Op, hw: HardwareProfile) -> int:
+        cost = _ask(self.user, "bytes", op, hw)
+        return self.analytic.bytes(op, hw) if cost is None else cost
+
+
+def _us(num_bytes: float, gbps: float) -> float:
+    return num_bytes / gbps / 1e3
+
+
+def _check_methods(user: object) -> None:
+    if isinstance(user, type):
+        raise ValueError(f"cost model {user.__qualname__} is a class; pass an instance: {user.__qualname__}()")
+    for method in ("duration_us", "bytes"):
+        if not callable(getattr(user, method, None)):
+            raise ValueError(f"cost model {type(user).__qualname__} has no method {method}(op, hw); see slidedp.CostModel")
+
+
+def _ask(user: CostModel | None, method: str, op: Op, hw: HardwareProfile) -> int | None:
+    if user is None:
+        return None
+    try:
+        cost: object = getattr(user, method)(op, hw)
+    except NotImplementedError:
+        return None
+    if cost is None:
+        return None
+    if isinstance(cost, bool) or not hasattr(cost, "__index__"):
+        raise ValueError(f"cost model {type(user).__qualname__}: {method} of {op.name} is {cost!r} ({type(cost).__name__}); "
+                         "return a whole number (int), or None for the analytic estimate")
+    cost = int(cost.__index__())
+    if cost < 0:
+        raise ValueError(f"cost model {type(user).__qualname__}: {method} of {op.name} is {cost}; it must be 0 or more")
+    return cost

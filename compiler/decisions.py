@@ -1,0 +1,62 @@
+"""What a plan decides, per layer and for the plan, and the rule that fills in what nobody pinned.
+
+`Decisions` is all that a plan file needs to hold: the ops follow from it, the LayerGraph and the passes (DESIGN §5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Route(StrEnum):
+    """Delivery of weights: every rank copies the whole layer, or 1/N each and an all-gather over the GPU links."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+class Source(StrEnum):
+    """What is delivered: the FP32 master cast chunk by chunk, or the shadow that the update wrote."""
+
+    CAST = "cast"
+    SHADOW = "shadow"
+
+
+class Reduction(StrEnum):
+    """Where gradients are summed: between GPUs, one sum returning; or on the host, every rank returning its own."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class Activation(StrEnum):
+    """What a layer keeps between forward and backward. `recompute`: its inputs, and its forward runs again."""
+
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDecision:
+    """How one group's weights, gradients and update move. Chunk counts are clamped to what the group's size allows."""
+
+    delivery: Route = Route.REPLICATED
+    source: Source = Source.SHADOW
+    delivery_chunks: int = 1
+    reduction: Reduction = Reduction.GPU
+    return_chunks: int = 1
+    act: Activation = Activation.RECOMPUTE
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """`groups`: one entry a group. `window`: weight slots; `grad_slots`: gradient slots; `staging_slots`: cast buffers."""
+
+    groups: dict[str, GroupDecision] = field(default_factory=dict)
+    window: int = 3
+    grad_slots: int = 2
+    staging_slots: int = 4
+    reduce_slots: int = 2
+
+    def of(self, group: str) -> GroupDecision:
+        return self.groups[group]

@@ -1,0 +1,116 @@
+"""The rule that decides what nobody pinned, until the solver does: simple, documented, the same on every rank.
+
+- delivery: `sharded` when there are several ranks and copying 1/N of a chunk and gathering the rest takes less time, one
+  after the other, than copying the whole; else `replicated`. A cost model that makes a link slower turns it around;
+- reduction: `gpu`: one sum returns, so the host moves and adds least;
+- source: `shadow`, a copy of the same bytes without a cast; `cast` when the host has no room for the shadow;
+- chunks of about 32 MiB, where a copy runs at full rate and a task's fixed cost is a few percent, at most 8 a group;
+- window: 4 weight slots, fewer when HBM has no room, never fewer than 2; 2 gradient slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
+from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
+from slidedp.compiler.memory import Memory, estimate_memory
+from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
+from slidedp.compiler.policy import apply_policy
+from slidedp.compiler.units import format_bytes
+
+CHUNK_BYTES = 32 * 2**20
+MAX_CHUNKS = 8
+WINDOWS = (4, 3, 2)
+
+
+def default_decisions(
+    graph: LayerGraph,
+    hw: HardwareProfile,
+    *,
+    policy: Mapping[str, Any] | None = None,
+    hbm_budget: int | None = None,
+    host_budget: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    cost_model: CostModel | None = None,
+) -> Decisions:
+    """One decision for every group of `graph`, and the plan's slots. Budgets are bytes; None: what the machine has.
+
+    `policy`: what the user pins (:mod:`slidedp.compiler.policy`), kept while the rule chooses the rest. `cost_model`: what
+    decides the route; default the analytic one. Raises ValueError with the bytes needed and the budget when the smallest
+    window, or the state on the host, has no room.
+    """
+    hbm_budget = hw.hbm_bytes if hbm_budget is None else hbm_budget
+    host_budget = hw.host_bytes if host_budget is None else host_budget
+    costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
+    groups = {g.name: rule(graph, g, hw, costs, chunk_bytes) for g in graph.groups}
+    decisions = apply_policy(Decisions(groups, window=WINDOWS[0]), policy, graph)
+    if estimate_memory(graph, decisions).host_bytes > host_budget:
+        groups = {name: replace(d, source=Source.CAST) for name, d in groups.items()}
+    for window in WINDOWS:
+        decisions = apply_policy(Decisions(groups, window=window), policy, graph)
+        if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
+            break
+    check_budgets(graph, decisions, hbm_budget, host_budget)
+    return decisions
+
+
+def rule(graph: LayerGraph, group: Group, hw: HardwareProfile, costs: CostModel, chunk_bytes: int = CHUNK_BYTES) -> GroupDecision:
+    """The decision of one group on a machine with memory to spare."""
+    chunks = num_chunks(group.numel * graph.compute_itemsize, chunk_bytes)
+    return GroupDecision(
+        delivery=Route.SHARDED if sharding_pays(graph, group, chunks, hw, costs) else Route.REPLICATED,
+        source=Source.SHADOW,
+        reduction=Reduction.GPU,
+        delivery_chunks=chunks,
+        return_chunks=num_chunks(group.num_trainable * graph.grad_itemsize, chunk_bytes),
+    )
+
+
+def sharding_pays(graph: LayerGraph, group: Group, chunks: int, hw: HardwareProfile, costs: CostModel) -> bool:
+    """True if a chunk of `group` arrives sooner by copying 1/N and gathering the rest than by copying all of it."""
+    world = graph.world_size
+    cut = cut_chunks(group.numel, chunks, world)
+    if world == 1 or not cut:
+        return False
+    whole = (cut[0][1] - cut[0][0]) * graph.compute_itemsize
+    chunk, tag = Chunk(0, len(cut)), f"fwd.{group.name}.c0"
+
+    def us(kind: OpKind, stream: Stream, num_bytes: int) -> int:
+        return costs.duration_us(Op(f"{kind}.{tag}", kind, stream, group.name, chunk, bytes=num_bytes), hw)
+
+    share = whole // world
+    sharded = us(OpKind.H2D, Stream.H2D, share) + us(OpKind.ALL_GATHER, Stream.COMM, share * (world - 1))
+    return sharded < us(OpKind.H2D, Stream.H2D, whole)
+
+
+def num_chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    return max(1, min(MAX_CHUNKS, round(num_bytes / chunk_bytes)))
+
+
+def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host_budget: int) -> Memory:
+    """Memory of the plan. ValueError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
+    memory = estimate_memory(graph, decisions)
+    if memory.hbm_bytes > hbm_budget:
+        raise ValueError(
+            f"{graph.model or 'model'}: a window of {decisions.window} weight slots needs {format_bytes(memory.hbm_bytes)} "
+            f"of HBM, {format_bytes(memory.hbm_bytes - hbm_budget)} more than the budget of {format_bytes(hbm_budget)} "
+            f"({_largest(memory.hbm)}); use fewer or shorter sequences, a smaller window, or raise hbm_budget"
+        )
+    if memory.host_bytes > host_budget:
+        remedy = "pin source=cast, which needs no shadow, " if memory.host["shadow"] else "use a host with more memory "
+        raise ValueError(
+            f"{graph.model or 'model'}: the training state needs {format_bytes(memory.host_bytes)} of host memory, "
+            f"{format_bytes(memory.host_bytes - host_budget)} more than the budget of {format_bytes(host_budget)} "
+            f"({_largest(memory.host)}); {remedy}or raise host_budget"
+        )
+    return memory
+
+
+def _largest(uses: dict[str, int]) -> str:
+    top = sorted(uses.items(), key=lambda use: -use[1])[:3]
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in top if size)

@@ -1,0 +1,7 @@
+"""What the compiler raises when a model cannot become a plan."""
+
+from __future__ import annotations
+
+
+class TraceError(ValueError):
+    """The model, or what it does between layers, cannot be traced. Names the thing and the remedy."""

@@ -1,0 +1,154 @@
+"""The model as the passes see it: stages in execution order, and parameter groups that move as one unit.
+
+A *stage* is what the GPU runs without a weight arriving in between: the prologue (embedding, masks, rotary tables), one
+per layer, and the epilogue (final norm, head, loss). A *group* is a set of parameters used by the same stages; it has
+one flat buffer per place (master, moments, shadow, weight slot, gradient slot), the same layout in each.
+
+Everything here is plain data: a LayerGraph can be written into a plan file and read back without the model. What the
+executor runs (torch.fx graph modules) travels beside it, in :class:`slidedp.compiler.tracer.Trace`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+"""Bytes an element, of the dtypes that weights and gradients may have on the device."""
+
+ALIGN = 64
+"""Elements: every parameter starts, and every chunk and shard is cut, at a multiple of this."""
+
+
+class StageKind(StrEnum):
+    PROLOGUE = "prologue"
+    LAYER = "layer"
+    EPILOGUE = "epilogue"
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter inside its group's flat layout. `names`: every name it goes by in the model (tied weights have several)."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    offset: int
+    trainable: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters used by the same stages. Trainable ones come first: gradients, moments and updates cover `[0, num_trainable)`.
+
+    `numel` and `num_trainable` are element counts of the flat layout, padded so that any number of ranks cuts them evenly
+    at ALIGN (multiples of ``ALIGN * world_size``). `params` may be empty in a graph read back from a plan file.
+    """
+
+    name: str
+    numel: int
+    num_trainable: int
+    uses: tuple[str, ...]
+    params: tuple[Param, ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        return self.num_trainable > 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One unit of compute. `groups`: the parameter groups it reads, its own first.
+
+    `boundary_bytes`: its differentiable inputs, kept until its backward. `activation_bytes`: what a forward that keeps
+    everything holds. `flops`: one forward. Stages of equal `kind_key` (module class and shapes) cost the same.
+    """
+
+    name: str
+    kind: StageKind
+    groups: tuple[str, ...]
+    kind_key: str = ""
+    flops: int = 0
+    boundary_bytes: int = 0
+    activation_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Stages in execution order (prologue, layers, epilogue), groups, and the number of ranks the layout is padded for."""
+
+    stages: tuple[Stage, ...]
+    groups: tuple[Group, ...]
+    world_size: int = 1
+    compute_dtype: str = "float32"
+    grad_dtype: str = "float32"
+    model: str = ""
+    """What was traced, e.g. the class name: for messages and plan files."""
+
+    @cached_property
+    def group_by_name(self) -> dict[str, Group]:
+        return {g.name: g for g in self.groups}
+
+    @cached_property
+    def stage_by_name(self) -> dict[str, Stage]:
+        return {s.name: s for s in self.stages}
+
+    def group(self, name: str) -> Group:
+        return self.group_by_name[name]
+
+    def stage(self, name: str) -> Stage:
+        return self.stage_by_name[name]
+
+    @property
+    def compute_itemsize(self) -> int:
+        return ITEMSIZE[self.compute_dtype]
+
+    @property
+    def grad_itemsize(self) -> int:
+        return ITEMSIZE[self.grad_dtype]
+
+    @property
+    def layers(self) -> tuple[Stage, ...]:
+        return tuple(s for s in self.stages if s.kind is StageKind.LAYER)
+
+    def streams(self, group: Group) -> bool:
+        """True if `group` is delivered through the window of weight slots; the others stay in HBM for the whole step.
+
+        Exactly the groups used by one layer and nothing else: a tied embedding, or a block used at two depths, has a
+        buffer of its own, filled once a step.
+        """
+        return len(group.uses) == 1 and self.stage(group.uses[0]).kind is StageKind.LAYER
+
+
+def aligned(numel: int, unit: int = ALIGN) -> int:
+    """`numel` rounded up to a multiple of `unit`."""
+    return -(-numel // unit) * unit
+
+
+def cut_chunks(numel: int, num_chunks: int, world_size: int = 1) -> tuple[tuple[int, int], ...]:
+    """`[lo, hi)` of each chunk of a flat buffer: near-equal, cut at multiples of ``ALIGN * world_size``.
+
+    Fewer chunks than asked when the buffer is too small for that many; none when it is empty.
+    """
+    unit = ALIGN * world_size
+    units = numel // unit
+    num_chunks = min(num_chunks, units)
+    bounds = [units * i // num_chunks * unit for i in range(num_chunks + 1)] if num_chunks else [0]
+    return tuple(zip(bounds, bounds[1:], strict=False))
+
+
+def shard(lo: int, hi: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Rank's `[lo, hi)` of a chunk made by :func:`cut_chunks`: equal parts, in rank order."""
+    part = (hi - lo) // world_size
+    return lo + rank * part, lo + (rank + 1) * part

@@ -1,0 +1,75 @@
+"""What a piece of a model costs, seen while it runs on meta tensors: floating-point operations and saved bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class Meter(TorchDispatchMode):
+    """Counts flops as `torch.utils.flop_counter` does (matmuls, convolutions, attention) and bytes that autograd saves.
+
+    `saved`: bytes by storage, each storage once however many views of it are saved; those in `resident` (weights and
+    buffers, which are there anyway) do not count.
+    """
+
+    def __init__(self, resident: frozenset[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.resident = resident
+        self.flops = 0
+        self.saved: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+    @contextmanager
+    def running(self) -> Iterator[Meter]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), self:
+            yield self
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stands in for a fused attention kernel. On meta, torch would pick the unfused one, which saves S x S scores."""
+        batch, heads, queries, width = q.shape
+        self.flops += 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
+        return _FusedAttention.apply(q, k, v)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _pack(self, t: Tensor) -> Tensor:
+        key = storage_key(t)
+        if key not in self.resident:
+            self.saved[key] = t.untyped_storage().nbytes()
+        return t
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves what a fused kernel saves: inputs, output and the log-sum-exp of each row (FP32). Never differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+
+def is_fusable_attention(func: Any, args: tuple[Any, ...]) -> bool:
+    """True for a call of `scaled_dot_product_attention` with 4-D q, k, v passed by position, of one batch size."""
+    return (
+        func is F.scaled_dot_product_attention
+        and len(args) >= 3
+        and all(isinstance(t, Tensor) and t.dim() == 4 and t.shape[0] == args[0].shape[0] for t in args[:3])
+    )
+
+
+def storage_key(t: Tensor) -> int:
+    """Identifies the memory behind `t`, shared by its views, as long as one of them lives; works on meta tensors."""
+    return int(t.untyped_storage()._cdata)

@@ -1,0 +1,271 @@
+"""The OpGraph: one training step of one rank as a dependency graph of transfers, collectives, updates and compute.
+
+The graph is SPMD: one text for all ranks. It describes one step of a *periodic* schedule; an edge of distance 1 comes
+from the step before. The executor has no layer loop: per stream it issues ops in the order in which they stand here.
+
+    layergraph  ->  ops (this file), text.py (print, parse), dsl.py (hand-built graphs), chunk and shard arithmetic
+                ->  passes/ build, lower and verify; executor/ runs; simulate.py predicts
+
+Values and the places they live in:
+
+======================  =========================================================================================
+``P.<group>``           FP32 master and moments, shared host memory. ``@0`` at the start of the step, ``@1`` after its update
+``S.<group>``           shadow: the copy in compute dtype that the update writes, shared host memory. Versions as `P`
+``T.<use>.<group>``     staging: `P` cast to compute dtype, this rank's pinned memory, in ``stage[k]``
+``W.<use>.<group>``     delivered weights, in weight slot ``w[k]`` (layers; `use` is ``fwd`` or ``bwd``) or in ``held.<group>``
+                        (`use` is ``step``)
+``G.<group>``           this rank's gradient, flat, in gradient slot ``g[k]`` or in ``gheld.<group>``; ``@1``, ``@2``… as
+                        several stages of the step accumulate into it
+``R.<group>``           reduced shard of a gradient chunk, on the device, in ``red[k]``
+``Q.<group>``           this rank's unreduced gradient in host memory (reduction route `cpu`)
+``H.<group>``           reduced gradient in shared host memory, what the update reads
+``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
+``act.<stage>``         what a recomputed forward keeps for its backward; ``const`` what the prologue made for all (masks, rotary)
+``loss``                this rank's loss
+======================  =========================================================================================
+
+Source: DESIGN §4; the SSA values with explicit places follow MLIR's and tinygrad's habit of an IR that is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+
+from slidedp.compiler.layergraph import Group, cut_chunks, shard
+
+
+class OpKind(StrEnum):
+    HOST_CAST = "host_cast"
+    HOST_GATHER = "host_gather"
+    H2D = "h2d"
+    ALL_GATHER = "all_gather"
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    D2H = "d2h"
+    HOST_REDUCE = "host_reduce"
+    CPU_UPDATE = "cpu_update"
+    GPU_UPDATE = "gpu_update"
+    ACT_OFFLOAD = "act_offload"
+    ACT_RELOAD = "act_reload"
+    PROLOGUE = "prologue"
+    EPILOGUE = "epilogue"
+    GRAD_NORM = "grad_norm"
+    SNAPSHOT = "snapshot"
+    BARRIER = "barrier"
+
+
+class Stream(StrEnum):
+    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first."""
+
+    GPU = "gpu"
+    H2D = "h2d"
+    D2H = "d2h"
+    COMM = "comm"
+    CAST = "cast"
+    HOST = "host"
+    CPU = "cpu"
+
+
+COLLECTIVES = frozenset({OpKind.ALL_GATHER, OpKind.REDUCE, OpKind.BARRIER})
+"""Kinds that every rank enters together: the op ends on no rank before it has started on all."""
+
+ORDERED = frozenset(Stream) - {Stream.CPU}
+"""Streams whose issue order is text order, so that consecutive ops need no edge."""
+
+
+class Scope(StrEnum):
+    """Which ranks' parts of a chunk an access touches."""
+
+    OWN = "r"
+    ALL = "*"
+    OTHERS = "o"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Chunk `index` of `count`, of the whole group, or of its trainable part (`trainable`)."""
+
+    index: int
+    count: int
+    trainable: bool = False
+
+    def bounds(self, group: Group, world_size: int) -> tuple[int, int]:
+        """`[lo, hi)` in elements of the group's flat layout."""
+        return cut_chunks(group.num_trainable if self.trainable else group.numel, self.count, world_size)[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A read or a write: `value` at `version`, all of it or a chunk, the parts of the ranks in `scope`, in `place`.
+
+    `peers`: the instances of all ranks of a value that each rank has for itself (only `Q`, whose memory is shared).
+    """
+
+    value: str
+    version: int = 0
+    chunk: Chunk | None = None
+    scope: Scope = Scope.ALL
+    place: str = ""
+    peers: bool = False
+
+    @property
+    def location(self) -> str:
+        """Where the bytes are: the slot, or a home of the value's own."""
+        return self.place or self.value
+
+    @property
+    def group(self) -> str:
+        """The group of a per-group value, else ''."""
+        head, _, rest = self.value.partition(".")
+        if head in ("P", "S", "G", "R", "Q", "H"):
+            return rest
+        return rest.partition(".")[2] if head in ("T", "W") else ""
+
+    @property
+    def persistent(self) -> bool:
+        """True if the value outlives the step: reading version 0 means what the step before wrote as version 1."""
+        return self.value[:2] in ("P.", "S.")
+
+    @property
+    def occupant(self) -> tuple[str, int, Chunk | None]:
+        """What fills the place. `T` and `R` lie at the start of their slot, so two chunks of one value replace each other;
+        every other value has each element at its offset in the group, so its chunks lie side by side.
+        """
+        return self.value, self.version if self.persistent else 0, self.chunk if self.value[:2] in ("T.", "R.") else None
+
+    @property
+    def shared(self) -> bool:
+        """True if there is one instance a host, each rank writing its own part; else every rank has its own."""
+        return self.value[:2] in ("P.", "S.", "H.")
+
+    def ranges(self, group: Group | None, world_size: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """The `[lo, hi)` element ranges that `rank` touches. A value without a group is one unit, ``(0, 1)``."""
+        if group is None:
+            return ((0, 1),)
+        lo, hi = self.chunk.bounds(group, world_size) if self.chunk else (0, group.numel)
+        a, b = shard(lo, hi, rank, world_size)
+        parts: tuple[tuple[int, int], ...]
+        match self.scope:
+            case Scope.ALL:
+                parts = ((lo, hi),)
+            case Scope.OWN:
+                parts = ((a, b),)
+            case Scope.OTHERS:
+                parts = ((lo, a), (b, hi))
+        return tuple((x, y) for x, y in parts if x < y)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation. `deadline` orders CPU updates: the position in the text of the next step's first op that needs it."""
+
+    name: str
+    kind: OpKind
+    stream: Stream
+    layer: str
+    chunk: Chunk | None = None
+    reads: tuple[Ref, ...] = ()
+    writes: tuple[Ref, ...] = ()
+    bytes: int = 0
+    flops: int = 0
+    deadline: int = 0
+
+
+class Reason(StrEnum):
+    DATA = "data"
+    VERSION = "version"
+    REUSE = "reuse"
+    STREAM = "stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`dst` may start only when `src` of `distance` steps ago has ended: on this rank, or (`all_ranks`) on every rank.
+
+    `slot` names the buffer of a `reuse` edge. Stream order is not stored: it follows from the order of the ops.
+    """
+
+    src: str
+    dst: str
+    reason: Reason
+    distance: int = 0
+    all_ranks: bool = False
+    slot: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """`count` equal buffers named ``name[0]``…, of `bytes` each, in `memory` (``hbm`` or ``pinned``)."""
+
+    name: str
+    count: int
+    bytes: int
+    memory: str = "hbm"
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """Ops in issue order, edges, buffers and the groups they carry. Immutable: passes return new graphs.
+
+    Edges are kept in one order (by `dst`, then `src`, as they stand in the text), so that graphs with the same edges are equal
+    and print alike, whoever added them when.
+    """
+
+    ops: tuple[Op, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    groups: tuple[Group, ...] = ()
+    world_size: int = 1
+    meta: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        index, last = self.index, len(self.ops)
+
+        def key(e: Edge) -> tuple[int, int, str, str, int, Reason, bool, str]:
+            return index.get(e.dst, last), index.get(e.src, last), e.dst, e.src, e.distance, e.reason, e.all_ranks, e.slot
+
+        object.__setattr__(self, "edges", tuple(sorted(self.edges, key=key)))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Op name -> position in the text."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def group_by_name(self) -> dict[str, Group]:
+        return {g.name: g for g in self.groups}
+
+    @cached_property
+    def edges_into(self) -> dict[str, tuple[Edge, ...]]:
+        into: dict[str, list[Edge]] = {op.name: [] for op in self.ops}
+        for e in self.edges:
+            into[e.dst].append(e)
+        return {name: tuple(es) for name, es in into.items()}
+
+    def __getitem__(self, name: str) -> Op:
+        return self.ops[self.index[name]]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    def on(self, stream: Stream) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.stream is stream)
+
+    def stream_edges(self) -> tuple[Edge, ...]:
+        """The edges that issue order implies: between neighbours on a stream, and from its last op to its first, a step on."""
+        out = []
+        for stream in sorted(ORDERED):
+            ops = self.on(stream)
+            out += [Edge(a.name, b.name, Reason.STREAM) for a, b in pairwise(ops)]
+            if ops:
+                out.append(Edge(ops[-1].name, ops[0].name, Reason.STREAM, distance=1))
+        return tuple(out)
+
+    def with_(self, **changes: object) -> OpGraph:
+        return replace(self, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Decisions and the layer table ⇄ plain YAML content. Reading is strict: what is wrong is named, gaps and overlaps too.
+
+Consecutive layers that share everything are one line: ``L00-L35``. In a run, ``self`` stands for the member's own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from slidedp.compiler.decisions import Decisions, GroupDecision
+from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Stage, StageKind
+from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
+from slidedp.compiler.runlength import expand, runs
+from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_keys
+
+STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes")
+GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
+
+
+def is_plan(content: object) -> bool:
+    """True for the YAML content of a plan file, false for that of a policy."""
+    return isinstance(content, Mapping) and "format" in content and "decisions" in content
+
+
+def to_text(content: object) -> str:
+    """YAML with short mappings on one line each."""
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
+
+
+def write_decisions(decisions: Decisions) -> dict[str, Any]:
+    """``plan``: the counts; ``decisions``: name or range of layers -> fields."""
+    rows = [(name, {key: v if isinstance(v, int) else str(v) for key, v in asdict(d).items()})
+            for name, d in decisions.groups.items()]
+    return {"plan": {key: getattr(decisions, key) for key in PLAN_KEYS}, "decisions": dict(runs(rows))}
+
+
+def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> Decisions:
+    """The inverse of :func:`write_decisions`: exactly the groups of `layers` must be decided, each once."""
+    at = f"{where}: decisions"
+    groups: dict[str, GroupDecision] = {}
+    for run, row in as_mapping(top["decisions"], at).items():
+        values = as_mapping(row, f"{at}: {run}")
+        check_keys(values, GROUP_FIELDS, f"{at}: {run}")
+        decision = GroupDecision(**group_fields(values, f"{at}: {run}"))
+        for name in expand(run, at):
+            if name in groups:
+                raise ValueError(f"{at}: {name} is decided twice: ranges overlap at {run}")
+            if name not in layers.group_by_name:
+                raise ValueError(f"{at}: {run}: the model has no group {name}")
+            groups[name] = decision
+    missing = [(g.name, None) for g in layers.groups if g.name not in groups]
+    if missing:
+        raise ValueError(f"{at}: {runs(missing)[0][0]} is not decided: ranges leave a gap")
+    plan = as_mapping(top["plan"], f"{where}: plan")
+    check_keys(plan, PLAN_KEYS, f"{where}: plan")
+    return Decisions({g.name: groups[g.name] for g in layers.groups}, **plan_fields(plan, f"{where}: plan"))
+
+
+def write_layers(layers: LayerGraph) -> dict[str, Any]:
+    """The compact layer table."""
+    stages = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
+               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes} for s in layers.stages]
+    groups = [{"name": g.name, "numel": g.numel, "num_trainable": g.num_trainable, "uses": list(g.uses)} for g in layers.groups]
+    return {"stages": _compact(stages), "groups": _compact(groups)}
+
+
+def read_layers(table: Mapping[str, Any], world_size: int, where: str) -> tuple[tuple[Stage, ...], tuple[Group, ...]]:
+    """The inverse of :func:`write_layers`."""
+    stages = tuple(_stage(row, f"{where}: stages") for row in _expanded(table["stages"], STAGE_KEYS, f"{where}: stages"))
+    rows = _expanded(table["groups"], GROUP_KEYS, f"{where}: groups")
+    groups = tuple(_group(row, world_size, f"{where}: groups") for row in rows)
+    stage_names, group_names = {s.name for s in stages}, {g.name for g in groups}
+    for stage in stages:
+        for name in stage.groups:
+            if name not in group_names:
+                raise ValueError(f"{where}: stages: {stage.name}: there is no group {name!r}")
+    for group in groups:
+        for name in group.uses:
+            if name not in stage_names:
+                raise ValueError(f"{where}: groups: {group.name}: there is no stage {name!r}")
+    kinds = [s.kind for s in stages]
+    if len(kinds) < 2 or kinds != [StageKind.PROLOGUE, *[StageKind.LAYER] * (len(kinds) - 2), StageKind.EPILOGUE]:
+        raise ValueError(f"{where}: stages: expected a prologue, layers and an epilogue, in this order")
+    return stages, groups
+
+
+def _stage(row: dict[str, Any], where: str) -> Stage:
+    at = f"{where}: {row['name']}"
+    if row["kind"] not in tuple(StageKind):
+        raise ValueError(f"{at}: kind: {row['kind']!r} is unknown; allowed: {', '.join(StageKind)}")
+    groups = tuple(as_str(g, f"{at}: groups") for g in as_list(row["groups"], f"{at}: groups"))
+    numbers = {key: as_int(row[key], f"{at}: {key}") for key in ("flops", "boundary_bytes", "activation_bytes")}
+    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers)
+
+
+def _group(row: dict[str, Any], world_size: int, where: str) -> Group:
+    at = f"{where}: {row['name']}"
+    uses = tuple(as_str(u, f"{at}: uses") for u in as_list(row["uses"], f"{at}: uses"))
+    numel, trainable = (as_int(row[key], f"{at}: {key}") for key in ("numel", "num_trainable"))
+    if trainable > numel or numel % (ALIGN * world_size) or trainable % (ALIGN * world_size):
+        raise ValueError(f"{at}: numel {numel} and num_trainable {trainable} must be multiples of {ALIGN} elements a rank, "
+                         "the second no more than the first")
+    return Group(row["name"], numel, trainable, uses)
+
+
+def _compact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of consecutive layers that differ in their own name only become one."""
+    bare = [(row["name"], {key: ["self" if v == row["name"] else v for v in value] if isinstance(value, list) else value
+                           for key, value in row.items() if key != "name"}) for row in rows]
+    return [{"name": run} | row for run, row in runs(bare)]
+
+
+def _expanded(rows: object, keys: tuple[str, ...], where: str) -> list[dict[str, Any]]:
+    """The inverse of :func:`_compact`, in order; names given twice are errors."""
+    out: dict[str, dict[str, Any]] = {}
+    for i, entry in enumerate(as_list(rows, where)):
+        row = as_mapping(entry, f"{where}: entry {i}")
+        check_keys(row, keys, f"{where}: entry {i}")
+        for name in expand(as_str(row["name"], f"{where}: entry {i}: name"), where):
+            if name in out:
+                raise ValueError(f"{where}: {name} is listed twice")
+            out[name] = {key: [name if v == "self" else v for v in value] if isinstance(value, list) else value
+                         for key, value in row.items()} | {"name": name}
+    return list(out.values())

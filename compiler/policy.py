@@ -1,0 +1,122 @@
+"""Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
+
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots
+    source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, and
+    chunks: 4                      chunks, which is both delivery_chunks and return_chunks
+    layers:
+      "*": {delivery: sharded}     every group, then, in the order written, one or several of them:
+      L00-L05: {chunks: 1}
+      prologue: {reduction: cpu}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from enum import StrEnum
+from typing import Any
+
+from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.runlength import expand, layer_index, runs
+from slidedp.compiler.strict import as_int, as_mapping, check_keys
+
+CHOICES: dict[str, type[StrEnum]] = {"delivery": Route, "source": Source, "reduction": Reduction, "act": Activation}
+GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
+GROUP_KEYS = (*GROUP_FIELDS, "chunks")
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots")
+_LATER_VERSIONS = {"act": ("retain", "offload", "selective")}
+
+
+def apply_policy(
+    defaults: Decisions, policy: Mapping[str, Any] | None, layer_graph: LayerGraph, where: str = "policy"
+) -> Decisions:
+    """`defaults` with what `policy` pins.
+
+    Raises ValueError, naming it and what is allowed, for a key, value or layer that does not exist.
+    """
+    if policy is None:
+        return defaults
+    policy = as_mapping(policy, where)
+    check_keys(policy, (*PLAN_KEYS, *GROUP_KEYS, "layers"), where, required=())
+    everywhere = group_fields({k: v for k, v in policy.items() if k in GROUP_KEYS}, where)
+    groups = {name: replace(d, **everywhere) for name, d in defaults.groups.items()}
+    layers = as_mapping(policy.get("layers") or {}, f"{where}: layers")
+    for pattern in sorted(layers, key=lambda p: p != "*"):  # stable: '*' first, the rest as written
+        at = f"{where}: layers: {pattern}"
+        pinned = group_fields(as_mapping(layers[pattern], at), at)
+        for name in match_groups(pattern, layer_graph, at):
+            groups[name] = replace(groups[name], **pinned)
+    return replace(defaults, groups=groups, **plan_fields({k: v for k, v in policy.items() if k in PLAN_KEYS}, where))
+
+
+def parse_fixes(fixes: Iterable[str]) -> dict[str, Any]:
+    """The policy that ``L3.act=recompute``, ``L00-L05.chunks=2``, ``delivery=sharded``, ``window=3`` write in short."""
+    policy: dict[str, Any] = {}
+    for fix in fixes:
+        left, equals, value = fix.partition("=")
+        layer, dot, key = left.strip().rpartition(".")
+        if not equals or not key or (dot and not layer):
+            raise ValueError(f"--fix {fix!r}: write LAYER.KEY=VALUE or KEY=VALUE, for example L03.delivery_chunks=4")
+        target = policy.setdefault("layers", {}).setdefault(layer, {}) if dot else policy
+        value = value.strip()
+        target[key] = int(value) if value.isdigit() else value
+    return policy
+
+
+def merge_policies(*policies: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Later policies win over earlier ones, key by key and layer by layer, as if written below them."""
+    merged: dict[str, Any] = {}
+    for policy in policies:
+        for key, value in (policy or {}).items():
+            if key == "layers" and isinstance(value, Mapping):
+                layers = merged.setdefault("layers", {})
+                for name, pins in value.items():
+                    layers[name] = {**layers.pop(name, {}), **pins} if isinstance(pins, Mapping) else pins
+            else:
+                merged[key] = value
+    return merged
+
+
+def group_fields(pins: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Checked fields of a GroupDecision; ``chunks`` becomes the two chunk counts, either of which may be pinned beside it."""
+    check_keys(pins, GROUP_KEYS, where, required=())
+    chunks = {"delivery_chunks": pins["chunks"], "return_chunks": pins["chunks"]} if "chunks" in pins else {}
+    out: dict[str, Any] = {}
+    for key, value in {**chunks, **{k: v for k, v in pins.items() if k != "chunks"}}.items():
+        out[key] = choice(CHOICES[key], key, value, where) if key in CHOICES else as_int(value, f"{where}: {key}", 1)
+    return out
+
+
+def plan_fields(pins: Mapping[str, Any], where: str) -> dict[str, int]:
+    """Checked plan-level counts of Decisions."""
+    return {key: as_int(value, f"{where}: {key}", 1) for key, value in pins.items()}
+
+
+def choice(kind: type[StrEnum], key: str, value: object, where: str) -> StrEnum:
+    allowed = [str(c) for c in kind]
+    if value in _LATER_VERSIONS.get(key, ()):
+        raise ValueError(f"{where}: {key}: {value!r} is not available in this version; available: {', '.join(allowed)}")
+    if value not in allowed:
+        raise ValueError(f"{where}: {key}: {value!r} is unknown; allowed: {', '.join(allowed)}")
+    return kind(str(value))
+
+
+def match_groups(pattern: str, layer_graph: LayerGraph, where: str) -> list[str]:
+    """Names of the groups that a policy's key stands for. ``L3`` and ``L03`` are the same layer."""
+    names = [g.name for g in layer_graph.groups]
+    if pattern == "*":
+        return names
+    by_key = {_key(name): name for name in names}
+    out = []
+    for part in expand(pattern, where):
+        if _key(part) not in by_key:
+            have = ", ".join(run for run, _ in runs([(name, None) for name in names]))
+            raise ValueError(f"{where}: the model has no group {part!r}; it has {have} (and '*', all of them)")
+        out.append(by_key[_key(part)])
+    return out
+
+
+def _key(name: str) -> int | str:
+    index = layer_index(name)
+    return name if index is None else index

@@ -1,0 +1,238 @@
+"""A model and a sample batch -> stages that can run one by one, and the LayerGraph that the passes see.
+
+    metamodel.py  the model on meta tensors for a moment        layers.py    what the layers are, how forward is called
+    recorder.py   its Python -> one torch.fx.Graph, guards      loss.py      the loss and its number of valid tokens
+    segments.py   the graph -> prologue, layers, epilogue       grouping.py  parameters -> groups with a flat layout
+    guards.py     which batches the trace is valid for          metering.py  flops and saved bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from slidedp.compiler.errors import TraceError
+from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
+from slidedp.compiler.guards import BATCH, Guard, first_violation
+from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
+from slidedp.compiler.layers import LayerChoice, call_arguments, chosen_layers, layer_candidates, no_layers
+from slidedp.compiler.loss import Loss, LossFn, ValidCount, model_loss, user_loss
+from slidedp.compiler.metamodel import MetaModel, check_params, on_meta
+from slidedp.compiler.recorder import MetaRecorder, recording
+from slidedp.compiler.segments import Segment, cut
+
+__all__ = ["StageProgram", "Trace", "TraceError", "guards_hold", "specialisation_key", "trace"]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What one stage runs. Environment values are named ``batch.<key>`` or ``<stage>.<node>``.
+
+    `fn(model, *inputs)` returns a tuple in the order of `outputs`; it reads parameters and modules from the model it is
+    given, as they are at that moment. The epilogue's only output is the loss. `grad_inputs` and `grad_outputs` carry
+    gradient. `params`: canonical names read, in the order of ``model.named_parameters()``; `buffers`: those within reach.
+    """
+
+    name: str
+    fn: Callable[..., tuple[Tensor, ...]] = field(compare=False, repr=False)
+    graph: fx.Graph = field(compare=False, repr=False)
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    grad_inputs: tuple[str, ...]
+    grad_outputs: tuple[str, ...]
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A model traced for one batch: valid for every batch of its `specialisation_key` for which the guards hold.
+
+    `loss_is_mean`: the epilogue returns a mean over `num_valid` elements (the model's own loss), else a sum (`loss_fn`).
+    `vocab_checks`: (batch key, number of rows) of batch entries that index an embedding directly.
+    `unused`: names of parameters that no stage reads; they are in no group.
+    """
+
+    graph: LayerGraph
+    programs: tuple[StageProgram, ...]
+    guards: tuple[Guard, ...]
+    batch_keys: tuple[str, ...]
+    loss_is_mean: bool
+    count: ValidCount
+    vocab_checks: tuple[tuple[str, int], ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def num_valid(self, batch: Mapping[str, Tensor]) -> int:
+        """Number of loss-bearing elements of this rank's batch, on the host, from the batch alone."""
+        return self.count(batch)
+
+
+def trace(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss_fn: LossFn | None = None,
+    layers: LayerChoice | None = None,
+    world_size: int = 1,
+    compute_dtype: torch.dtype = torch.float32,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    groups: tuple[Group, ...] | None = None,
+) -> Trace:
+    """Traces `model` for batches like `batch`; neither is changed, and nothing is computed.
+
+    `layers`: module names, or a predicate of (name, module); default: the blocks of the largest ModuleList or Sequential.
+    `loss_fn(outputs, batch) -> (sum, count)`; default: the model's own loss. `groups`: the partition of an earlier trace, to
+    keep. Floating-point arguments of forward are cast to `compute_dtype`, as FSDP2's mixed precision does. The model may be
+    on the meta device.
+
+    Raises ValueError for a bad batch or loss_fn, and TraceError for what cannot be traced; both name the remedy.
+    """
+    check_params(model)
+    arguments = call_arguments(model, batch, loss_fn is not None)
+    choices = layer_candidates(model) if layers is None else iter([chosen_layers(model, layers)])
+    for names in choices:
+        with on_meta(model, compute_dtype) as meta:
+            recorder = MetaRecorder(model, meta, batch, device, lambda name, _, names=names: name in names)  # type: ignore[misc]
+            loss = _record(recorder, arguments, loss_fn, compute_dtype)
+            segments = cut(recorder.graph, recorder.layer_calls, loss.node)
+            if segments:
+                return _assemble(recorder, segments, loss, world_size, compute_dtype, groups)
+    raise no_layers(model, layers)
+
+
+def specialisation_key(batch: Mapping[str, Tensor], training: bool) -> tuple[Any, ...]:
+    """What a trace is keyed by before its guards are asked: mode, and each entry's name, shape and dtype."""
+    return training, tuple(sorted((key, tuple(t.shape), str(t.dtype)) for key, t in batch.items()))
+
+
+def guards_hold(trace: Trace, batch: Mapping[str, Tensor]) -> str | None:
+    """None if `trace` is valid for `batch`, which has its specialisation key; else the first violated guard in words."""
+    return first_violation(trace.guards, batch)
+
+
+def _record(recorder: MetaRecorder, arguments: Any, loss_fn: LossFn | None, compute_dtype: torch.dtype) -> Loss:
+    by_position, by_name, constants = arguments
+    model, name = recorder.model, type(recorder.model).__name__
+    given = {key: t for key, (t, _) in recorder.inputs.items()}
+
+    def cast(key: str) -> Tensor:
+        return given[key].to(compute_dtype) if given[key].is_floating_point() and given[key].dtype != compute_dtype else given[key]
+
+    try:
+        with recording(recorder):
+            outputs = model(*map(cast, by_position), **{key: cast(key) for key in by_name}, **constants)
+            if loss_fn is not None:
+                return user_loss(loss_fn(outputs, given), recorder)
+    except ValueError:
+        raise
+    except Exception as e:
+        raise TraceError(f"{name} could not be traced: {type(e).__name__}: {e}. Between layers, forward must be able to run on "
+                         "meta tensors; put what cannot inside a layer") from e  # fmt: skip
+    return model_loss(outputs, recorder, name)
+
+
+def _assemble(
+    recorder: MetaRecorder, segments: tuple[Segment, ...], loss: Loss, world_size: int, dtype: torch.dtype, groups: tuple[Group, ...] | None
+) -> Trace:
+    model = recorder.model
+    stage_of = {n: s.name for s in segments for n in s.nodes}
+    programs = tuple(_program(model, recorder.meta, s, stage_of) for s in segments)
+    params, reads = model_params(model), {p.name: p.params for p in programs}
+    groups = make_groups(params, reads, world_size) if groups is None else regroup(groups, params, reads)
+    seen: set[fx.Node] = set()
+    stages = tuple(_stage(s, p, groups, recorder.meta, seen) for s, p in zip(segments, programs, strict=True))
+    read = set(itertools.chain.from_iterable(reads.values()))
+    found = Trace(
+        graph=LayerGraph(stages, groups, world_size, str(dtype).removeprefix("torch."), type(model).__name__),
+        programs=programs,
+        guards=tuple(recorder.guards),
+        batch_keys=tuple(recorder.inputs),
+        loss_is_mean=loss.is_mean,
+        count=loss.count,
+        vocab_checks=tuple(dict.fromkeys(c for s in segments for n in s.nodes for c in _vocab_check(model, n))),
+        unused=tuple(p.name for p in params if p.name not in read),
+    )
+    for n in recorder.graph.nodes:
+        n.meta.pop("val", None)  # guards keep the graph; they need not keep the meta tensors' autograd graph
+    return found
+
+
+def _program(model: nn.Module, meta: MetaModel, segment: Segment, stage_of: Mapping[fx.Node, str]) -> StageProgram:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for n in segment.inputs:
+        copies[n] = graph.placeholder(n.name)
+    states = (i for n in segment.nodes for i in n.all_input_nodes if i.op == "get_attr")
+    for n in (*dict.fromkeys(states), *segment.nodes):
+        copies[n] = graph.node_copy(n, copies.__getitem__)
+    for n, copy in copies.items():
+        copy.meta = {"shape": tuple(n.meta["val"].shape), "dtype": n.meta["val"].dtype} if "val" in n.meta else {}
+    graph.output(tuple(copies[n] for n in segment.outputs))
+    graph.lint()
+    names = {str(n.target) for n in copies if n.op == "get_attr"}.union(*(n.meta.get("params", ()) for n in segment.nodes))
+    env = {n: str(n.target) if n.op == "placeholder" else f"{stage_of[n]}.{n.name}" for n in (*segment.inputs, *segment.outputs)}
+    # GraphModule compiles the graph; its forward then runs with the user's model as self, whose state it reads.
+    forward: Callable[..., tuple[Tensor, ...]] = type(fx.GraphModule(model, graph, class_name=segment.name)).forward
+    return StageProgram(
+        name=segment.name,
+        fn=forward,
+        graph=graph,
+        inputs=tuple(env[n] for n in segment.inputs),
+        outputs=tuple(env[n] for n in segment.outputs),
+        grad_inputs=tuple(env[n] for n in segment.inputs if n.meta["val"].requires_grad),
+        grad_outputs=tuple(env[n] for n in segment.outputs if n.meta["val"].requires_grad),
+        params=tuple(name for name in meta.params if name in names),
+        buffers=tuple(name for name in meta.buffers if name in names),
+    )
+
+
+def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], meta: MetaModel, seen: set[fx.Node]) -> Stage:
+    """Costs of one forward. A differentiable value that several stages read is kept once: the first that reads it pays."""
+    kept = [n for n in segment.inputs if n.meta["val"].requires_grad and n not in seen]
+    seen.update(kept)
+    saved: dict[object, int] = {}
+    for n in segment.nodes:
+        saved |= n.meta.get("saved", {})
+    return Stage(
+        name=segment.name,
+        kind=segment.kind,
+        groups=stage_groups(segment.name, groups),
+        kind_key=_kind_key(segment, program, meta),
+        flops=sum(n.meta.get("flops", 0) for n in segment.nodes),
+        boundary_bytes=sum(n.meta["val"].nbytes for n in kept),
+        activation_bytes=sum(saved.values()),
+    )
+
+
+def _kind_key(segment: Segment, program: StageProgram, meta: MetaModel) -> str:
+    """Module class of the layer (or the stage's name) and a hash of everything with a shape that the stage touches."""
+    leaves = [n.meta["kind"] for n in segment.nodes if "kind" in n.meta]
+    glue = [str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "") for n in segment.nodes if "kind" not in n.meta]
+    inputs = [(tuple(n.meta["val"].shape), str(n.meta["val"].dtype), n.meta["val"].requires_grad) for n in segment.inputs]
+    params = [(tuple(meta.params[p].shape), meta.params[p].requires_grad) for p in program.params]
+    text = repr((leaves, glue, inputs, params))
+    label = str(leaves[-1][0]) if segment.kind is StageKind.LAYER else segment.name
+    return f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+_INDEX_PRESERVING = frozenset("view reshape to long int contiguous flatten unsqueeze squeeze expand clone detach".split())  # noqa: SIM905
+
+
+def _vocab_check(model: nn.Module, n: fx.Node) -> Iterator[tuple[str, int]]:
+    """(batch key, rows) if `n` looks integer batch entries up in an embedding."""
+    rows = 0
+    if n.op == "call_module" and isinstance(m := model.get_submodule(str(n.target)), nn.Embedding):
+        rows = m.num_embeddings
+    elif n.target is torch.nn.functional.embedding and isinstance(w := n.args[1], fx.Node):
+        rows = w.meta["val"].shape[0]
+    ids = n.args[0] if rows and n.args else None
+    while isinstance(ids, fx.Node) and ids.op == "call_method" and ids.target in _INDEX_PRESERVING:
+        ids = ids.args[0]
+    if isinstance(ids, fx.Node) and ids.op == "placeholder":
+        yield str(ids.target).removeprefix(BATCH), rows
