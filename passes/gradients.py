@@ -1,0 +1,71 @@
+"""Inserts what takes gradients home: reduction between the GPUs and one copy back, or copies back and a host reduction.
+
+Both routes sum the ranks' gradients in rank order in FP32 and round once, so they give the same bits for any chunking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import ClassVar
+
+from slidedp.compiler.decisions import Reduction
+from slidedp.compiler.layergraph import Group, cut_chunks
+from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
+from slidedp.passes.base import Pass, insert_after
+
+
+@dataclass(frozen=True)
+class Gradients(Pass):
+    """Every gradient, once its last contribution is there, ends as this rank's part of `H` in host memory."""
+
+    name: ClassVar[str] = "gradients"
+    requires: ClassVar[frozenset[str]] = frozenset({"slots"})
+    provides: ClassVar[frozenset[str]] = frozenset({"gradients"})
+
+    def run(self, graph: OpGraph) -> OpGraph:
+        final: dict[str, tuple[Ref, str]] = {}
+        for op in graph.ops:
+            final |= {ref.value: (ref, op.name) for ref in op.writes if ref.value.startswith("G.")}
+        reduced = count()
+        after: dict[str, list[Op]] = {}
+        for gradient, producer in final.values():
+            after.setdefault(producer, []).extend(self.take_home(gradient, reduced))
+        return graph.with_(ops=insert_after(graph.ops, after), slots=graph.slots + self.reduce_buffers())
+
+    def chunks(self, group: Group) -> list[Chunk]:
+        num = len(cut_chunks(group.num_trainable, self.decisions.of(group.name).return_chunks, self.layers.world_size))
+        return [Chunk(c, num, trainable=True) for c in range(num)]
+
+    def take_home(self, gradient: Ref, reduced: count[int]) -> list[Op]:
+        group, world = self.layers.group(gradient.group), self.layers.world_size
+        on_host = self.decisions.of(group.name).reduction is Reduction.CPU and world > 1
+        size = self.layers.grad_itemsize
+        ops = []
+        for chunk in self.chunks(group):
+            lo, hi = chunk.bounds(group, world)
+            suffix, share = f"{group.name}.c{chunk.index}", (hi - lo) // world
+            whole = Ref(gradient.value, gradient.version, chunk, Scope.ALL, gradient.place)
+            home = Ref(f"H.{group.name}", 0, chunk, Scope.OWN)
+            if on_host:
+                ops.append(Op(f"d2h.{suffix}", OpKind.D2H, Stream.D2H, group.name, chunk, (whole,),
+                                 (Ref(f"Q.{group.name}", 0, chunk),), bytes=(hi - lo) * size))
+                ops.append(Op(f"host_reduce.{suffix}", OpKind.HOST_REDUCE, Stream.HOST, group.name, chunk,
+                               (Ref(f"Q.{group.name}", 0, chunk, Scope.OWN, peers=True),), (home,),
+                               bytes=share * size * (world + 1)))
+                continue
+            source = whole
+            if world > 1:
+                source = Ref(f"R.{group.name}", 0, chunk, Scope.OWN, f"red[{next(reduced) % self.decisions.reduce_slots}]")
+                ops.append(Op(f"reduce.{suffix}", OpKind.REDUCE, Stream.COMM, group.name, chunk, (whole,), (source,),
+                                bytes=share * size * (world - 1)))
+            ops.append(Op(f"d2h.{suffix}", OpKind.D2H, Stream.D2H, group.name, chunk, (source,), (home,), bytes=share * size))
+        return ops
+
+    def reduce_buffers(self) -> tuple[Slot, ...]:
+        world = self.layers.world_size
+        pieces = [hi - lo for g in self.layers.groups if self.decisions.of(g.name).reduction is Reduction.GPU
+                  for lo, hi in (c.bounds(g, world) for c in self.chunks(g))]
+        if world == 1 or not pieces or not self.training:
+            return ()
+        return (Slot("red", self.decisions.reduce_slots, max(pieces) // world * self.layers.grad_itemsize),)

@@ -1,0 +1,91 @@
+"""Places weights and gradients in HBM: a bounded window of slots for layers, a buffer of their own for shared groups.
+
+A use takes the slot that has been free for longest, so deliveries are issued in the order in which the GPU needs them.
+Layers still in the window when the forward ends stay there for their backward: they are not delivered twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from slidedp.compiler.layergraph import Group
+from slidedp.compiler.ops import Op, OpGraph, Ref, Slot
+from slidedp.passes.base import Pass, weights
+
+
+@dataclass(frozen=True)
+class Slots(Pass):
+    """Every `W` and `G` gets a place; backward reads of layers that the window still holds become reads of `W.fwd`."""
+
+    name: ClassVar[str] = "slots"
+    requires: ClassVar[frozenset[str]] = frozenset({"compute"})
+    provides: ClassVar[frozenset[str]] = frozenset({"slots"})
+
+    def run(self, graph: OpGraph) -> OpGraph:
+        windowed = [g for g in self.layers.groups if self.layers.streams(g)]
+        kept = self.kept_at_the_turn(windowed)
+        ops = [replace(op, reads=tuple(self.rename(ref, kept) for ref in op.reads)) for op in graph.ops]
+        place = self.weight_places(ops) | self.gradient_places(ops)
+        ops = [replace(op, reads=tuple(locate(r, place) for r in op.reads), writes=tuple(locate(r, place) for r in op.writes))
+               for op in ops]
+        return graph.with_(ops=tuple(ops), slots=graph.slots + self.pools(windowed))
+
+    def kept_at_the_turn(self, windowed: list[Group]) -> frozenset[str]:
+        if not self.training:
+            return frozenset()
+        return frozenset(g.name for g in windowed[-self.window():])
+
+    def window(self) -> int:
+        """Slots that exist: no more than there are layers."""
+        return min(self.decisions.window, sum(self.layers.streams(g) for g in self.layers.groups))
+
+    def rename(self, ref: Ref, kept: frozenset[str]) -> Ref:
+        return replace(ref, value=weights("fwd", ref.group)) if ref.value.startswith("W.bwd.") and ref.group in kept else ref
+
+    def weight_places(self, ops: list[Op]) -> dict[str, str]:
+        """Value -> place of every `W`. Slots are taken in the order in which their last readers end."""
+        last_read = {ref.value: i for i, op in enumerate(ops) for ref in op.reads if ref.value.startswith("W.")}
+        free_at = [-1] * self.window()
+        place: dict[str, str] = {}
+        for op in ops:
+            for ref in op.reads:
+                if not ref.value.startswith("W.") or ref.value in place:
+                    continue
+                if self.layers.streams(self.layers.group(ref.group)):
+                    k = min(range(len(free_at)), key=lambda s: (free_at[s], s))
+                    place[ref.value], free_at[k] = f"w[{k}]", last_read[ref.value]
+                else:
+                    place[ref.value] = f"held.{ref.group}"
+        return place
+
+    def gradient_places(self, ops: list[Op]) -> dict[str, str]:
+        place: dict[str, str] = {}
+        used = 0
+        for op in ops:
+            for ref in op.writes:
+                if not ref.value.startswith("G.") or ref.value in place:
+                    continue
+                if self.layers.streams(self.layers.group(ref.group)):
+                    place[ref.value], used = f"g[{used % self.decisions.grad_slots}]", used + 1
+                else:
+                    place[ref.value] = f"gheld.{ref.group}"
+        return place
+
+    def pools(self, windowed: list[Group]) -> tuple[Slot, ...]:
+        size, grad_size = self.layers.compute_itemsize, self.layers.grad_itemsize
+        out = []
+        if windowed:
+            out.append(Slot("w", self.window(), size * max(g.numel for g in windowed)))
+            if self.training and (largest := max(g.num_trainable for g in windowed)):
+                out.append(Slot("g", self.decisions.grad_slots, grad_size * largest))
+        for g in self.layers.groups:
+            if not self.layers.streams(g):
+                out.append(Slot(f"held.{g.name}", 1, size * g.numel))
+                if self.training and g.trainable:
+                    out.append(Slot(f"gheld.{g.name}", 1, grad_size * g.num_trainable))
+        return tuple(out)
+
+
+def locate(ref: Ref, place: dict[str, str]) -> Ref:
+    return replace(ref, place=place[ref.value]) if ref.value in place else ref
