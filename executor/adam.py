@@ -1,0 +1,199 @@
+"""AdamW on the CPU over ranges of the flat groups: native and fused, or torch's own operations.
+
+Both follow ``torch.optim.AdamW`` (torch/optim/adam.py, ``_single_tensor_adam`` with decoupled weight decay):
+
+``torch``   the same operations on the same elements: equal to torch.optim.AdamW bit for bit. Ranges must be cut at multiples
+            of 64 elements (as :func:`slidedp.compiler.layergraph.cut_chunks` does), for torch computes the tail of a vector
+            loop with scalar code, and the two may round differently. For the same reason torch itself depends on its thread
+            count: it cuts tensors from 32768 elements up into equal parts, one a thread, wherever that may be. Equality
+            therefore holds with one torch thread, or with as many as the reference had and one chunk a group.
+``native``  one pass over memory; within rounding of torch; bits that depend on nothing but the inputs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.optimizer import AdamW
+from slidedp.executor.host_state import HostState
+from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.native.build import SEGMENT
+
+_LR_HISTORY = 8  # steps whose learning rates are remembered: more than can be in flight
+
+
+class NonFiniteGradient(RuntimeError):
+    """A gradient holds an Inf or a NaN. The elements around it were not updated; others of its group may have been."""
+
+    def __init__(self, group: str, param: str, step: int) -> None:
+        self.group, self.param, self.step = group, param, step
+        super().__init__(
+            f"group {group}: the gradient of {param} is not finite at step {step}; it was not updated. "
+            "Lower the learning rate, or set max_grad_norm or skip_nonfinite to skip such steps"
+        )
+
+
+@dataclass(slots=True)
+class _GroupSteps:
+    """How many gradients each trainable parameter of a group has had, and the step in which that was last counted."""
+
+    params: tuple[Param, ...]
+    decay: np.ndarray  # bool [params]
+    counts: np.ndarray  # int64 [params]
+    counted_step: int = -1
+    present: np.ndarray | None = None  # bool [params], as of counted_step
+    cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def cut(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Parameters that have elements in ``[lo, hi)``, and those elements: indices, starts, ends. Cached: plans repeat."""
+        if (lo, hi) not in self.cuts:
+            parts = [(i, max(lo, p.offset), min(hi, p.offset + p.numel)) for i, p in enumerate(self.params)]
+            table = np.array([part for part in parts if part[1] < part[2]], dtype=np.int64).reshape(-1, 3)
+            self.cuts[lo, hi] = (table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
+        return self.cuts[lo, hi]
+
+
+class CpuAdam:
+    """Updates ranges of the host state's groups. One object a rank; used by one thread at a time.
+
+    `kernel`: see :class:`slidedp.executor.kernels.Kernel`; ``auto`` falls back to torch, also for element types that the
+    native one does not know. `num_threads`: of the native kernel; default: this process's cores shared among the ranks.
+    """
+
+    def __init__(
+        self,
+        state: HostState,
+        groups: Sequence[Group],
+        optimizer: AdamW,
+        *,
+        kernel: Kernel | str = Kernel.AUTO,
+        num_threads: int | None = None,
+    ) -> None:
+        self._state, self._optimizer = state, optimizer
+        self.kernels = HostKernels(kernel, num_threads, num_ranks=state.world_size, quiet=state.rank != 0)
+        dtypes = {t.dtype for t in (*state.grad.values(), *state.shadow.values())}
+        self.native = self.kernels.handles(*dtypes)
+        if kernel == Kernel.NATIVE and not self.native:
+            names = ", ".join(sorted(str(d) for d in dtypes))
+            raise ValueError(f"kernel='native' updates float32 and bfloat16 only, not {names}; use kernel='auto'")
+        self._lr_from: list[int] = [0]
+        self._lrs: list[float] = [optimizer.lr]
+        self._groups: dict[str, _GroupSteps] = {}
+        for g in groups:
+            params = tuple(p for p in g.params if p.trainable)
+            decay = np.array([optimizer.decays(p.name) for p in params], dtype=bool)
+            self._groups[g.name] = _GroupSteps(params, decay, np.zeros(len(params), dtype=np.int64))
+
+    # ---- hyperparameters and counters -------------------------------------------------------------------------
+
+    def set_lr(self, lr: float, *, from_step: int = 0) -> None:
+        """The learning rate of `from_step` and all later ones; pending updates of earlier steps keep theirs."""
+        keep = [(s, x) for s, x in zip(self._lr_from, self._lrs, strict=True) if s < from_step][-_LR_HISTORY:]
+        self._lr_from = [s for s, _ in keep] + [from_step]
+        self._lrs = [x for _, x in keep] + [lr]
+
+    def lr(self, step: int) -> float:
+        return self._lrs[max(bisect_right(self._lr_from, step) - 1, 0)]
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Steps in which each trainable parameter had a gradient, by name (torch's ``state["step"]``); the same on every rank."""
+        return {p.name: int(n) for g in self._groups.values() for p, n in zip(g.params, g.counts, strict=True)}
+
+    def load_steps(self, steps: dict[str, int]) -> None:
+        """Restores `steps`. Raises ValueError, with nothing changed, when a parameter is missing."""
+        missing = [p.name for g in self._groups.values() for p in g.params if p.name not in steps]
+        if missing:
+            raise ValueError(f"optimizer state: no step count for {', '.join(missing[:5])}; it is another model's")
+        for g in self._groups.values():
+            g.counts[:] = [steps[p.name] for p in g.params]
+            g.counted_step, g.present = -1, None
+
+    # ---- the update -------------------------------------------------------------------------------------------
+
+    def update(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None) -> None:
+        """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
+
+        `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
+        `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
+        a gradient are left alone, moments and step count included. Padding is never touched.
+        Raises NonFiniteGradient; the block (native) or the range (torch) with the bad element is then unchanged.
+        """
+        g = self._groups[group]
+        assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, (group, lo, hi)
+        if g.counted_step != step:
+            g.present = np.ones(len(g.params), dtype=bool) if present is None else np.array(present, dtype=bool)
+            assert g.present.shape == g.counts.shape, (group, g.present.shape)
+            g.counts += g.present
+            g.counted_step = step
+        index, starts, ends = g.cut(lo, hi)
+        assert g.present is not None
+        had = g.present[index]
+        index, starts, ends = index[had], starts[had], ends[had]
+        if index.size == 0:
+            return
+        (self._native if self.native else self._torch)(group, g, index, starts, ends, step)
+
+    def _native(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int) -> None:
+        opt, lr, state = self._optimizer, self.lr(step), self._state
+        segments = np.zeros(index.size, dtype=SEGMENT)
+        segments["start"], segments["end"] = starts, ends
+        segments["keep"] = np.where(g.decay[index], 1 - lr * opt.weight_decay, 1.0)
+        for count in np.unique(g.counts[index]):  # nearly always one; Python's doubles, as torch computes them
+            same = g.counts[index] == count
+            segments["step_size"][same] = lr / (1 - opt.betas[0] ** int(count))
+            segments["inv_bias2_sqrt"][same] = (1 - opt.betas[1] ** int(count)) ** -0.5
+        bad = self.kernels.adamw(
+            (state.master[group], state.exp_avg[group], state.exp_avg_sq[group]),
+            state.grad[group],
+            state.shadow.get(group),
+            segments,
+            opt.betas,
+            opt.eps,
+        )
+        if bad >= 0:
+            param = next(p for p in g.params if p.offset <= bad < p.offset + p.numel)
+            raise NonFiniteGradient(group, param.name, step)
+
+    @torch.no_grad()
+    def _torch(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int) -> None:
+        state = self._state
+        ranges = list(zip(index.tolist(), starts.tolist(), ends.tolist(), strict=True))
+        for i, lo, hi in ranges:
+            if not torch.isfinite(state.grad[group][lo:hi]).all():
+                raise NonFiniteGradient(group, g.params[i].name, step)
+        for i, lo, hi in ranges:
+            param = state.master[group][lo:hi]
+            _adamw_as_torch(
+                param,
+                state.grad[group][lo:hi].float(),
+                state.exp_avg[group][lo:hi],
+                state.exp_avg_sq[group][lo:hi],
+                int(g.counts[i]),
+                self.lr(step),
+                self._optimizer,
+                self._optimizer.weight_decay if g.decay[i] else 0.0,
+            )
+            if group in state.shadow:
+                state.shadow[group][lo:hi].copy_(param)
+
+
+def _adamw_as_torch(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: int, lr: float, opt: AdamW, weight_decay: float
+) -> None:
+    """``_single_tensor_adam`` of torch 2.11 to 2.13, line for line; `count`: the parameter's steps, this one included."""
+    beta1, beta2 = opt.betas
+    if weight_decay != 0:
+        param.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    step_size = lr / (1 - beta1**count)
+    denom = (exp_avg_sq.sqrt() / (1 - beta2**count) ** 0.5).add_(opt.eps)
+    param.addcdiv_(exp_avg, denom, value=-step_size)

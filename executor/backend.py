@@ -1,0 +1,152 @@
+"""What the executor asks of a device, and the CPU's answer: every stream a thread, every copy a plain copy.
+
+The CUDA backend (executor/cuda.py) has the same methods, so that every schedule also runs, with real concurrency, on a
+machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slidedp.executor.streams import Streams, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Device memory of this process. `reserved_bytes`: held by the allocator; `peak_bytes`: most ever allocated."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """State of the generators that a stage's forward may draw from. `device` is None on the CPU backend."""
+
+    cpu: Tensor
+    device: Tensor | None = None
+
+    def same(self, other: RngState) -> bool:
+        """True if nothing has been drawn between the two."""
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        return self.device is None or other.device is None or torch.equal(self.device, other.device)
+
+
+class Backend(Protocol):
+    """A device, its streams and its memory. Methods that move data act on the calling stream's thread."""
+
+    device: torch.device
+
+    def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
+        """All streams, their threads running. The caller closes them."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat device buffer, uninitialised, at its exact size and for the backend's life."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat zeroed host buffer that the device copies to and from without staging, at its exact size."""
+
+    def register(self, tensors: Sequence[Tensor]) -> None:
+        """Lets the device copy directly to and from this host memory. Each starts on a page of its own; none twice."""
+
+    def unregister(self, tensor: Tensor) -> None:
+        """Undoes :meth:`register`. Its copies must be done."""
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """``dst = src``, asynchronous on the calling thread's current device stream."""
+
+    def fence_caller(self) -> None:
+        """In the user's thread, before a step reads what the user made: all device work that they queued is done."""
+
+    def to_device(self, value: Tensor) -> Tensor:
+        """A batch tensor on the device, in the current stream; the same tensor if it is host memory and so is the device."""
+
+    def to_host(self, value: Tensor) -> Tensor:
+        """A host copy of a small result. It holds the values once the op that called this is done."""
+
+    def rng_state(self) -> RngState:
+        """State of the default generators."""
+
+    def set_rng_state(self, state: RngState) -> None:
+        """Puts the default generators back to `state`."""
+
+    def memory(self) -> MemoryStats:
+        """Device memory in use."""
+
+    def close(self) -> None:
+        """Unregisters all host memory. The streams must be closed. Idempotent."""
+
+
+class CpuBackend:
+    """The host as its own device: results are complete when an op's function returns."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
+        return Streams(delay=delay, trace=trace)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def register(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def unregister(self, tensor: Tensor) -> None:
+        pass
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        dst.copy_(src)
+
+    def fence_caller(self) -> None:
+        pass
+
+    def to_device(self, value: Tensor) -> Tensor:
+        return value
+
+    def to_host(self, value: Tensor) -> Tensor:
+        return value.clone()
+
+    def rng_state(self) -> RngState:
+        return RngState(torch.get_rng_state())
+
+    def set_rng_state(self, state: RngState) -> None:
+        torch.set_rng_state(state.cpu)
+
+    def memory(self) -> MemoryStats:
+        """The process's resident set: the CPU allocator keeps no count."""
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * resource.getpagesize()
+        return MemoryStats(resident, resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+
+    def close(self) -> None:
+        pass
+
+
+def open_backend(device: torch.device | str) -> Backend:
+    """The backend of a device. Raises ValueError for a device that this machine lacks or no backend serves."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CpuBackend()
+    if device.type == "cuda":
+        from slidedp.executor.cuda import CudaBackend
+
+        return CudaBackend(device)
+    raise ValueError(f"device: expected 'cpu' or 'cuda', got '{device}'")
+
+
+def poison(tensor: Tensor) -> None:
+    """Test mode: fills a released slot with NaN, so that a read before the next write shows in the result."""
+    assert tensor.is_floating_point(), tensor.dtype
+    tensor.fill_(float("nan"))

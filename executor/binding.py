@@ -1,0 +1,257 @@
+"""The user's module bound to where its weights are: views of a slot while a stage runs, of the master weights otherwise.
+
+A parameter is exchanged in the `_parameters` dictionaries of the modules that hold it, as `torch.func.functional_call`
+does; a tied weight is in several. Buffers are bound likewise, on a GPU to device copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slidedp.compiler.layergraph import Group, Param
+
+Place = tuple[MutableMapping[str, Any], str]
+"""A `_parameters` or `_buffers` dictionary and a key in it."""
+
+
+class Masters(Protocol):
+    """What `adopt` needs of the host state (executor/host_state.py)."""
+
+    master: Mapping[str, Tensor]
+
+    def load(self, values: Mapping[str, Tensor]) -> None: ...
+
+
+class Binding:
+    """One module and the parameter groups of its plan.
+
+    Raises ValueError when `model` lacks one of the groups' parameters, or holds or hooks one in a way that exchanging it
+    would miss.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        self.model = model
+        self.groups = {g.name: g for g in groups}
+        self.buffers: BufferStore | None = None
+        named = dict(model.named_parameters(remove_duplicate=False))
+        places = _places(model, "_parameters")
+        self._params: dict[str, list[nn.Parameter]] = {}
+        self._places: dict[str, list[list[Place]]] = {}
+        self._bound: dict[str, list[Tensor]] = {}
+        for group in groups:
+            params = [_find(named, p, model) for p in group.params]
+            self._params[group.name] = params
+            self._places[group.name] = [places[id(p)] for p in params]
+        ours = {id(p): q.name for g in groups for p, q in zip(self._params[g.name], g.params, strict=True)}
+        _refuse_hidden_references(model, ours)
+        self._recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+
+    # ---- between runs: the master weights ----
+
+    def adopt(self, state: Masters) -> None:
+        """Copies the parameters' values into the master weights, then makes the parameters views of them. Collective.
+
+        Parameters on the meta device (ranks other than 0) are replaced by new ones; elsewhere the objects stay.
+        """
+        state.load({p.name: q for g in self.groups.values() for p, q in zip(g.params, self._params[g.name], strict=True)})
+        self.release(state.master)
+
+    def release(self, masters: Mapping[str, Tensor]) -> None:
+        """Makes the parameters views of these flat FP32 masters, by group, e.g. those that outlive the plan."""
+        for name, flat in masters.items():
+            for i, param in enumerate(self.groups[name].params):
+                view, own = _shaped(flat, param), self._params[name][i]
+                if own.device.type == "meta":
+                    own = self._params[name][i] = nn.Parameter(view, requires_grad=own.requires_grad)
+                    _set(self._places[name][i], own)
+                else:
+                    own.data = view
+
+    # ---- while a step runs ----
+
+    def leaves(self, flat: Tensor, group: str) -> list[Tensor]:
+        """Views of a slot, one a parameter and in its shape: autograd leaves, requiring gradients where trainable."""
+        return [_shaped(flat, p).detach().requires_grad_(p.trainable) for p in self.groups[group].params]
+
+    def bind(self, group: str, views: list[Tensor]) -> None:
+        """Puts these tensors (from :meth:`leaves`) where the group's parameters are. By the thread that runs the stages."""
+        if self._bound.get(group) is views:
+            return
+        if not self._bound:
+            for module in self._recurrent:  # cuDNN's flattening would move the views out of their slot
+                module.__dict__["flatten_parameters"] = _no_flattening
+        for places, view in zip(self._places[group], views, strict=True):
+            _set(places, view)
+        self._bound[group] = views
+
+    def bind_buffers(self, device: torch.device) -> BufferStore:
+        """The module's buffers on `device`, until `restore`. Raises ValueError for a buffer without values."""
+        if self.buffers is None:
+            self.buffers = BufferStore(self.model, device)
+        self.buffers.bind()
+        return self.buffers
+
+    def restore(self) -> None:
+        """The user's own parameters and buffers again. Nothing may be running on the module."""
+        for group in self._bound:
+            for places, param in zip(self._places[group], self._params[group], strict=True):
+                _set(places, param)
+        if self._bound:
+            for module in self._recurrent:
+                module.__dict__.pop("flatten_parameters", None)
+                _refresh_flat_weights(module)
+        self._bound.clear()
+        if self.buffers is not None:
+            self.buffers.restore()
+
+
+class BufferStore:
+    """The module's buffers while it runs on `device`: themselves if they are there already, else copies, written back."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._places: dict[str, list[Place]] = {}
+        self._copied: dict[str, tuple[Tensor, Tensor, int]] = {}  # name -> the user's buffer, our copy and its version
+        self._owners: dict[str, nn.Module] = {}
+        places = _places(model, "_buffers")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.device.type == "meta":
+                raise ValueError(
+                    f"buffer {name} has no values (it is on the meta device); build the model on a real device, or share "
+                    "rank 0's buffers with share_buffers"
+                )
+            self._places[name] = places[id(buffer)]
+            self._owners[name] = modules[name.rpartition(".")[0]]
+
+    def bind(self) -> None:
+        """Idempotent until `restore`."""
+        if self._copied:
+            return
+        copies: dict[int, Tensor] = {}
+        for name in self._places:
+            buffer = self.get(name)
+            if buffer.device != self._device:
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.to(self._device)
+                copy = copies[id(buffer)]
+                self._copied[name] = (buffer, copy, copy._version)
+        for name, (_, copy, _) in self._copied.items():
+            self.set(name, copy)
+
+    def get(self, name: str) -> Tensor:
+        """What the module holds now: a forward may have put a new tensor there."""
+        container, key = self._places[name][0]
+        return container[key]
+
+    def set(self, name: str, value: Tensor) -> None:
+        _set(self._places[name], value)
+
+    def owner(self, name: str) -> nn.Module:
+        return self._owners[name]
+
+    def restore(self) -> None:
+        """The user's buffers again, with what has changed copied back. Idempotent."""
+        for name, (original, copy, version) in self._copied.items():
+            now = self.get(name)
+            if now is original:
+                continue  # done under another of its names
+            if now is not copy or copy._version != version or isinstance(self._owners[name], nn.modules.batchnorm._NormBase):
+                if now.shape == original.shape and now.dtype == original.dtype:
+                    with torch.no_grad():
+                        original.copy_(now)
+                else:
+                    original = now.to(original.device)
+            self.set(name, original)
+        self._copied.clear()
+
+
+class _Broadcasts(Protocol):
+    rank: int
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]: ...
+    def broadcast(self, tensor: Tensor) -> None: ...
+
+
+def share_buffers(model: nn.Module, collectives: _Broadcasts) -> None:
+    """Gives ranks that built the model on the meta device rank 0's buffers, on the host. Collective.
+
+    Raises ValueError on every rank when rank 0 itself lacks one's values.
+    """
+    named = dict(model.named_buffers(remove_duplicate=False))
+    lacking = collectives.gather_ints([int(b.device.type == "meta") for b in named.values()])
+    places = _places(model, "_buffers")
+    done: set[int] = set()
+    for i, (name, buffer) in enumerate(named.items()):
+        if id(buffer) in done or not any(rank[i] for rank in lacking):
+            continue
+        done.add(id(buffer))
+        if lacking[0][i]:
+            raise ValueError(f"buffer {name} has no values on rank 0 (it is on the meta device); build rank 0's model with them")
+        values = torch.empty(buffer.shape, dtype=buffer.dtype) if collectives.rank else buffer.detach().to("cpu", copy=True)
+        collectives.broadcast(values)
+        if buffer.device.type == "meta":
+            _set(places[id(buffer)], values)
+
+
+def _places(model: nn.Module, attribute: str) -> dict[int, list[Place]]:
+    """Identity of each parameter or buffer -> everywhere it is held (a shared module counts once)."""
+    found: dict[int, list[Place]] = {}
+    for module in model.modules():
+        container = getattr(module, attribute)
+        for key, tensor in container.items():
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append((container, key))
+    return found
+
+
+def _set(places: Iterable[Place], value: Tensor) -> None:
+    for container, key in places:
+        container[key] = value
+
+
+def _shaped(flat: Tensor, param: Param) -> Tensor:
+    return flat[param.offset : param.offset + param.numel].view(param.shape)
+
+
+def _find(named: Mapping[str, nn.Parameter], param: Param, model: nn.Module) -> nn.Parameter:
+    own = named.get(param.name)
+    if own is None:
+        raise ValueError(f"{type(model).__name__} has no parameter {param.name}: this is a plan for another model")
+    if tuple(own.shape) != param.shape:
+        raise ValueError(f"parameter {param.name}: the plan is for shape {param.shape}, the model has {tuple(own.shape)}")
+    if any(named.get(name) is not own for name in param.names):
+        raise ValueError(f"parameter {param.name} is no longer tied to all of {', '.join(param.names)}; compile the model anew")
+    if own._backward_hooks or getattr(own, "_post_accumulate_grad_hooks", None):
+        raise ValueError(f"parameter {param.name} has gradient hooks, which would not run; remove them")
+    return own
+
+
+def _refuse_hidden_references(model: nn.Module, ours: Mapping[int, str]) -> None:
+    """A module that also keeps a parameter in a plain attribute would go on using the old tensor."""
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_flat_weights"):  # nn.RNNBase renews the latter by itself
+                continue
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            for held in values:
+                if isinstance(held, nn.Parameter) and id(held) in ours:
+                    raise ValueError(
+                        f"{path or 'the model'} ({type(module).__name__}) keeps parameter {ours[id(held)]} in its attribute "
+                        f"{attribute}, outside its registered parameters; look it up by name in forward instead"
+                    )
+
+
+def _no_flattening() -> None:
+    """Stands in for `nn.RNNBase.flatten_parameters`."""
+
+
+def _refresh_flat_weights(module: nn.RNNBase) -> None:
+    names = module._flat_weights_names
+    module._flat_weights = [getattr(module, name, None) for name in names]
+    module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in module._flat_weights]

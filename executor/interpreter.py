@@ -1,0 +1,228 @@
+"""The interpreter of an OpGraph: one method per op kind, and no loop over layers.
+
+Building an :class:`Interpreter` resolves every op to a closure over the tensors that it touches. A step then walks the
+ops in text order and submits each closure to its stream, with the tickets of the ops that its edges name; the streams
+run them (executor/streams.py). What is issued, and in which order, is what the graph says and nothing else.
+
+Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are what keeps the issue cost per op small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
+from slidedp.executor.step import Step
+
+if TYPE_CHECKING:
+    from slidedp.executor.machine import Machine
+    from slidedp.executor.stages import StageRunner
+    from slidedp.executor.streams import Ticket
+
+Task = Callable[[Step], None]
+
+
+class Interpreter:
+    """Runs one graph on one machine with one specialisation's stages.
+
+    Args:
+        graph: a lowered, verified OpGraph.
+        layers: the LayerGraph it was lowered from.
+        machine: slots, host state, streams; shared by all interpreters of a plan.
+        runner: the stages of this specialisation.
+    """
+
+    def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, runner: StageRunner) -> None:
+        self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
+        self.rank, self.world = machine.rank, machine.world_size
+        self.program = [(op, getattr(self, op.kind.value)(op), *self.waits(op)) for op in graph.ops]
+        self.published = {e.src for e in graph.edges if e.all_ranks}
+        host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
+        self.last_compute = graph.on(Stream.GPU)[-1].name
+        self.ends = self.outcomes(graph)
+        self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
+        self.watched |= {self.last_compute, "epilogue", *self.ends}
+
+    def waits(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Edge, ...]]:
+        """Ops of this step and of the one before whose tickets to wait for, and edges that other ranks must signal."""
+        same, before, across = [], [], []
+        for edge in self.graph.edges_into[op.name]:
+            if edge.all_ranks:
+                across.append(edge)
+            elif self.graph[edge.src].stream is op.stream and op.stream in ORDERED:
+                continue  # issue order
+            else:
+                (before if edge.distance else same).append(edge.src)
+        return tuple(same), tuple(before), tuple(across)
+
+    @staticmethod
+    def outcomes(graph: OpGraph) -> tuple[str, ...]:
+        """Ops that no other op of the step waits for, and the last one of each stream: when they are done, all are."""
+        waited_for = {e.src for e in graph.edges if e.distance == 0}
+        last = {op.stream: op.name for op in graph.ops}
+        return tuple(op.name for op in graph.ops if op.name not in waited_for or last[op.stream] == op.name)
+
+    def run(self, step: Step, previous: Mapping[str, Ticket]) -> None:
+        """Submit every op of one step. `previous`: the tickets of the step before (empty after a drain)."""
+        streams, tickets = self.machine.streams, step.tickets
+        self.machine.issued = [op.name for op in self.graph.ops]
+        for op, task, same, before, across in self.program:
+            waits = [tickets[name] for name in same]
+            waits += [previous[name] for name in before if name in previous]
+            gate = partial(self.machine.ranks_have, across, step.number) if across else None
+            ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
+                                               need_done=op.name in self.watched)
+            if op.name in self.published:
+                ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
+            tickets[op.name] = ticket
+
+    # ---- where things are ----
+
+    def span(self, ref: Ref) -> tuple[int, int]:
+        """This rank's `[lo, hi)` of an access, in elements of the group."""
+        ranges = ref.ranges(self.graph.group_by_name[ref.group], self.world, self.rank)
+        assert len(ranges) == 1, f"{ref} is not one range"
+        return ranges[0]
+
+    def device(self, ref: Ref) -> torch.Tensor:
+        """The elements of an access to a slot. Staging and reduced shards lie at the start of theirs."""
+        lo, hi = self.span(ref)
+        slot = self.machine.slot(ref.place)
+        return slot[: hi - lo] if ref.value[:2] in ("T.", "R.") else slot[lo:hi]
+
+    def host(self, ref: Ref) -> torch.Tensor:
+        lo, hi = self.span(ref)
+        return self.machine.host_buffer(ref.value[0], ref.group)[lo:hi]
+
+    def places(self, refs: tuple[Ref, ...], head: str) -> dict[str, str]:
+        return {ref.group: ref.place for ref in refs if ref.value.startswith(head)}
+
+    # ---- delivery ----
+
+    def host_cast(self, op: Op) -> Task:
+        source, target = self.host(op.reads[0]), self.device(op.writes[0])
+        cast, count = self.machine.casting.cast, op.bytes
+
+        def task(step: Step) -> None:
+            cast(source, target)
+            step.count("host_cast", count)
+
+        return task
+
+    def h2d(self, op: Op) -> Task:
+        read, target = op.reads[0], self.device(op.writes[0])
+        source = self.device(read) if read.place else self.host(read)
+        return self.copy(source, target, op)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, op: Op) -> Task:
+        copy, kind = self.machine.backend.copy, op.kind.value
+        assert source.numel() * source.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {source.nbytes}"
+
+        def task(step: Step) -> None:
+            copy(target, source)
+            step.count(kind, source.nbytes)
+
+        return task
+
+    def all_gather(self, op: Op) -> Task:
+        assert op.chunk is not None
+        place = op.writes[0].place
+        slot, (lo, hi) = self.machine.slot(place), op.chunk.bounds(self.graph.group_by_name[op.writes[0].group], self.world)
+        gather, rank, world = self.machine.collectives.all_gather, self.rank, self.world
+
+        def task(step: Step) -> None:
+            gather(slot, lo, hi, rank, world)
+            step.count("all_gather", op.bytes)
+
+        return task
+
+    # ---- compute ----
+
+    def prologue(self, op: Op) -> Task:
+        weights = self.machine.leaves(self.places(op.reads, "W."))
+
+        def task(step: Step) -> None:
+            self.runner.start(step.device_batch(), step.training)
+            self.runner.prologue(weights)
+
+        return task
+
+    def forward(self, op: Op) -> Task:
+        weights = self.machine.leaves(self.places(op.reads, "W."))
+        return lambda step: self.runner.forward(op.layer, weights)
+
+    def recompute(self, op: Op) -> Task:
+        weights = self.machine.leaves(self.places(op.reads, "W."))
+        return lambda step: self.runner.recompute(op.layer, weights)
+
+    def backward(self, op: Op) -> Task:
+        weights, grads = self.machine.leaves(self.places(op.reads, "W.")), self.gradients(op)
+        run = self.runner.prologue_backward if op.layer == self.layers.stages[0].name else partial(self.runner.backward, op.layer)
+
+        def task(step: Step) -> None:
+            step.mark_present(run(weights, grads, step.has_tokens))
+
+        return task
+
+    def epilogue(self, op: Op) -> Task:
+        weights, grads = self.machine.leaves(self.places(op.reads, "W.")), self.gradients(op)
+
+        def task(step: Step) -> None:
+            if step.training:
+                loss, present = self.runner.epilogue(weights, grads, step.seed, step.has_tokens)
+                step.mark_present(present)
+            else:
+                loss = self.runner.evaluate(weights)
+            step.keep_loss(loss)
+
+        return task
+
+    def gradients(self, op: Op) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Group -> (flat gradient slot, whether an earlier stage of this step has already contributed)."""
+        return {ref.group: (self.machine.slot(ref.place), ref.version > 1) for ref in op.writes if ref.value.startswith("G.")}
+
+    # ---- gradients home, and the update ----
+
+    def reduce(self, op: Op) -> Task:
+        source, target = self.device(op.reads[0]), self.device(op.writes[0])
+        reduce = self.machine.collectives.reduce
+
+        def task(step: Step) -> None:
+            reduce(source, target)
+            step.count("reduce", op.bytes)
+
+        return task
+
+    def d2h(self, op: Op) -> Task:
+        return self.copy(self.device(op.reads[0]), self.host(op.writes[0]), op)
+
+    def host_reduce(self, op: Op) -> Task:
+        lo, hi = self.span(op.reads[0])
+        target, group = self.host(op.writes[0]), op.writes[0].group
+        sources = [self.machine.raw_gradient(group, rank)[lo:hi] for rank in range(self.world)]
+        reduce = self.machine.summing.reduce
+
+        def task(step: Step) -> None:
+            reduce(sources, target)
+            step.count("host_reduce", op.bytes)
+
+        return task
+
+    def cpu_update(self, op: Op) -> Task:
+        (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
+
+        def task(step: Step) -> None:
+            step.require_finite_loss()
+            update(group, lo, hi, step)
+            step.count("cpu_update", hi - lo)
+
+        return task
+
+
+RUNNABLE = frozenset(kind for kind in OpKind if hasattr(Interpreter, kind.value))
+"""Op kinds that this interpreter has a method for."""

@@ -1,0 +1,120 @@
+"""Notices that a rank of this host has died, so that the others stop with its name instead of waiting for ever.
+
+A rank's record in the control segment: its process id and that process's start time (an id alone may be reused).
+Watching needs nothing but /proc, so it works where a rank was killed, ran out of memory or crashed in a library.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slidedp.executor.words import LEFT, AbortReason, PeerError, Words
+
+
+class Watchdog:
+    """Watches the other ranks from a daemon thread, every `interval_s`.
+
+    A dead peer or an abort record makes `check` raise PeerError. If the peer is dead and the thread that made the
+    watchdog has not noticed `grace_s` later (it is stuck inside a library), or has ended while its process has not (at
+    exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with status 1.
+    """
+
+    def __init__(
+        self,
+        words: Words,
+        *,
+        interval_s: float = 1.0,
+        grace_s: float = 15.0,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._words, self._interval_s, self._grace_s, self._exit = words, interval_s, grace_s, exit_process
+        self._owner = threading.current_thread()
+        self._noticed = threading.Event()
+        self._stopped = threading.Event()
+        self._verdict_known = threading.Event()
+        self._error: PeerError | None = None
+        words.alive[words.rank, 1] = process_start_time(os.getpid())
+        words.store(words.alive[words.rank], 0, os.getpid())  # release: the start time is there when the id is
+        self._thread = threading.Thread(target=self._watch, name="slidedp-watchdog", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises PeerError once a peer is known to be dead, or any rank has aborted. Cheap: for loops that wait."""
+        if self._error is None:
+            self._words.raise_if_aborted()
+            return
+        if threading.current_thread() is self._owner:
+            self._noticed.set()
+        raise self._error
+
+    def acknowledge(self) -> None:
+        """The failure is being handled (raised from elsewhere): the process is not to be ended for it."""
+        self._noticed.set()
+
+    def verdict(self, timeout_s: float) -> PeerError | None:
+        """Waits up to `timeout_s` for an explanation of a failure seen elsewhere, e.g. a collective's lost connection."""
+        if not self._verdict_known.wait(timeout_s):
+            return None
+        self.acknowledge()
+        return self._error
+
+    def stop(self) -> None:
+        """This rank leaves: its end is no failure any more, and the thread stops. Idempotent."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._words.store(self._words.alive[self._words.rank], 0, LEFT)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            if (record := self._words.aborted()) is not None:
+                self._report(record.error())
+            if (dead := self._dead_peer()) is not None:
+                rank, pid = dead
+                text = f"rank {rank} (pid {pid}) died; see its own output for the cause"
+                self._report(PeerError(rank, text))
+                self._words.abort(rank, AbortReason.DIED, text)
+                self._end_if_stuck(text)
+                return
+
+    def _report(self, error: PeerError) -> None:
+        if self._error is None:
+            self._error = error
+            self._verdict_known.set()
+
+    def _dead_peer(self) -> tuple[int, int] | None:
+        for rank in range(self._words.world_size):
+            pid, started = (int(x) for x in self._words.alive[rank, :2])
+            if rank != self._words.rank and pid > 0 and not is_alive(pid, started):
+                return rank, pid
+        return None
+
+    def _end_if_stuck(self, text: str) -> None:
+        deadline = time.monotonic() + self._grace_s
+        while not self._stopped.wait(self._interval_s):
+            if time.monotonic() < deadline or (self._noticed.is_set() and self._owner.is_alive()):
+                continue
+            print(f"slidedp: {text}; rank {self._words.rank} is stuck and exits", file=sys.stderr, flush=True)
+            self._exit(1)
+            return
+
+
+def process_start_time(pid: int) -> int:
+    """Clock ticks after boot at which process `pid` began; 0 if there is none, or only its zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold spaces and parentheses
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """True if process `pid`, begun at `started`, still runs."""
+    return process_start_time(pid) == started

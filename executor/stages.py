@@ -1,0 +1,305 @@
+"""The stage runner: one step of the user's model, stage by stage, with gradients equal to eager PyTorch's.
+
+    prologue       runs with gradients, and its graph is kept until its backward (it is small: embedding, masks, rotary)
+    forward        a layer without gradients; what it was given stays in the environment
+    recompute      the layer again, with gradients, from the same inputs, generator state and buffers
+    backward       the layer's gradients: its parameters' into a flat gradient slot, its inputs' into the environment
+    epilogue       forward and backward of norm, head and loss in one go
+
+All of it runs in the GPU stream's thread. Contributions to one value's gradient are summed in the order in which the
+autograd engine would: later stages first, and within a stage on top of what has come in already (a seed at the leaf).
+The one exception is a parameter used by several stages and several times within one of the earlier ones: its first sum
+is taken within the stage, since the engine's way would need another full-size temporary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slidedp.executor.backend import Backend, RngState
+from slidedp.executor.binding import Binding, BufferStore
+from slidedp.executor.gradients import GradientSlots
+
+if TYPE_CHECKING:
+    from slidedp.compiler.tracer import StageProgram, Trace
+
+Weights = Mapping[str, list[Tensor]]
+"""Group -> its parameters as leaves (:meth:`Binding.leaves` of the slot that they were delivered to)."""
+
+Slots = Mapping[str, tuple[Tensor, bool]]
+"""Group -> its flat gradient slot, and whether an earlier op of this step has written its gradient there already."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A stage between its forward with gradients and its backward. `leaves`: its differentiable inputs, by name."""
+
+    leaves: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    weights: Weights
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a layer's recompute has to put back: generator state and buffers from before its forward, where it changed them."""
+
+    rng: RngState | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StageRunner:
+    """Runs the stages of one trace on a bound module. One step at a time, started by :meth:`start`.
+
+    The order of calls is the caller's (the graph's): every layer's forward after the stages that make its inputs, and
+    its recompute and backward after those of all stages that use its outputs.
+    """
+
+    def __init__(self, trace: Trace, binding: Binding, backend: Backend) -> None:
+        self._binding, self._backend = binding, backend
+        self._programs: dict[str, StageProgram] = {p.name: p for p in trace.programs}
+        names = list(self._programs)
+        self._first, self._last = names[0], names[-1]
+        self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
+        self._written_buffers: dict[tuple[str, bool], set[str]] = {}  # (stage, training mode) -> buffers found changed
+        self._slots = GradientSlots(binding.groups)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._env: dict[str, Tensor] = {}
+        self._grads: dict[str, Tensor] = {}
+        self._graphs: dict[str, _Graph] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._uses_left: Counter[str] = Counter()
+        self._training = True
+        self._has_tokens = True
+        self._slots.start()
+
+    @property
+    def draws_random(self) -> bool:
+        """True if a layer of this step drew random numbers: its recompute will set the default generators for a while."""
+        return any(kept.rng is not None for kept in self._kept.values())
+
+    # ---- a step ----
+
+    def start(self, batch: Mapping[str, Tensor], training: bool = True) -> None:
+        """Begins a step with a batch on the device. What an unfinished step left is dropped."""
+        self._clear()
+        self._training = training
+        self._uses_left = Counter(self._num_uses)
+        self._env = {f"batch.{key}": value for key, value in batch.items() if f"batch.{key}" in self._num_uses}
+        self._binding.bind_buffers(self._backend.device)
+
+    def prologue(self, weights: Weights) -> None:
+        program = self._programs[self._first]
+        self._bind(weights)
+        with torch.set_grad_enabled(self._training):
+            outputs = self._call(program, [self._env[name] for name in program.inputs])
+        if self._training:
+            named = dict(zip(program.outputs, outputs, strict=True))
+            self._graphs[program.name] = _Graph({}, {n: named[n] for n in program.grad_outputs}, weights)
+        self._store(program, outputs)
+        self._release_inputs(program)
+
+    def forward(self, stage: str, weights: Weights) -> None:
+        program = self._programs[stage]
+        self._bind(weights)
+        args = [self._env[name] for name in program.inputs]
+        if not self._training:
+            with torch.no_grad():
+                self._store(program, self._call(program, args))
+            self._release_inputs(program)
+            return
+        buffers = self._buffers()
+        before = {name: buffers.get(name) for name in program.buffers}
+        versions = {name: b._version for name, b in before.items()}
+        snapshot = {name: b.clone() for name, b in before.items()}
+        rng = self._backend.rng_state()
+        with torch.no_grad():
+            outputs = self._call(program, args)
+        kept = self._kept[stage] = _Kept()
+        if not rng.same(self._backend.rng_state()):
+            kept.rng = rng
+        if before:
+            changed = self._changed_buffers(program, buffers, before, versions, snapshot)
+            kept.buffers = {name: snapshot[name] for name in changed}
+        self._store(program, outputs)
+
+    def recompute(self, stage: str, weights: Weights) -> None:
+        """Nothing when this rank's batch bears no loss: no gradient depends on it."""
+        program = self._programs[stage]
+        kept = self._kept.pop(stage)
+        if self._has_tokens:
+            self._bind(weights)
+            args, leaves = self._with_leaves(program)
+            with _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
+                outputs = self._call(program, args)
+            named = dict(zip(program.outputs, outputs, strict=True))
+            self._graphs[stage] = _Graph(leaves, {n: named[n] for n in program.grad_outputs}, weights)
+        self._release_inputs(program)
+
+    def backward(self, stage: str, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
+        """Writes or adds the stage's parameter gradients into `slots`, and its input gradients into the environment.
+
+        Returns, by parameter name, which trainable parameters of these groups have a gradient so far in this step. All
+        gradients are zero when the batch bears no loss (`has_tokens` False), whatever the forward has computed. A layer
+        that has not been recomputed is, first.
+        """
+        if stage in self._kept:
+            self.recompute(stage, weights)
+        graph = self._graphs.pop(stage, None)
+        outputs, seeds = [], []
+        if graph is not None and has_tokens:
+            for name, value in graph.outputs.items():
+                grad = self._grads.pop(name, None)
+                if grad is not None and value.requires_grad:
+                    outputs.append(value)
+                    seeds.append(grad)
+        if graph is None or not outputs:
+            return self._slots.write_none(slots)
+        return self._differentiate(graph, outputs, seeds, slots)
+
+    def prologue_backward(self, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
+        return self.backward(self._first, weights, slots, has_tokens)
+
+    def epilogue(
+        self, weights: Weights, slots: Slots, seed: float | Tensor = 1.0, has_tokens: bool = True
+    ) -> tuple[Tensor, dict[str, bool]]:
+        """The loss, detached, and what :meth:`backward` returns. `seed`: the gradient of the loss.
+
+        Without loss-bearing tokens the loss is 0 and so is every gradient of this rank, now and in the rest of the step.
+        """
+        program = self._programs[self._last]
+        self._has_tokens = has_tokens
+        if not has_tokens:
+            self._release_inputs(program)
+            self._graphs.clear()
+            return torch.zeros((), device=self._backend.device), self._slots.write_none(slots)
+        self._bind(weights)
+        args, leaves = self._with_leaves(program)
+        with torch.enable_grad():
+            (loss,) = self._call(program, args)
+        self._release_inputs(program)
+        del args  # backward shall free what it can
+        graph = _Graph(leaves, {}, weights)
+        if not loss.requires_grad:
+            return loss.detach(), self._slots.write_none(slots)
+        return loss.detach(), self._differentiate(graph, [loss], [torch.full_like(loss, seed)], slots)
+
+    def evaluate(self, weights: Weights) -> Tensor:
+        """The loss alone, after forwards only. Ends the step."""
+        program = self._programs[self._last]
+        self._bind(weights)
+        with torch.no_grad():
+            (loss,) = self._call(program, [self._env[name] for name in program.inputs])
+        self._clear()
+        return loss.detach()
+
+    # ---- gradients ----
+
+    def _differentiate(self, graph: _Graph, outputs: list[Tensor], seeds: list[Tensor], slots: Slots) -> dict[str, bool]:
+        for name, leaf in graph.leaves.items():
+            if name in self._grads:  # from later stages: the engine adds this stage's contributions on top, one by one
+                outputs.append(leaf)
+                seeds.append(self._grads[name])
+        params = {group: [w for w in graph.weights[group] if w.requires_grad] for group in slots}
+        sources = [*graph.leaves.values(), *(w for ws in params.values() for w in ws)]
+        found = iter(torch.autograd.grad(outputs, sources, seeds, allow_unused=True) if sources else ())
+        for name, grad in zip(graph.leaves, found, strict=False):
+            if grad is not None:
+                self._grads[name] = grad
+        present: dict[str, bool] = {}
+        for group, leaves in params.items():
+            flat, accumulate = slots[group]
+            present |= self._slots.write(group, flat, [next(found) for _ in leaves], accumulate)
+        return present
+
+    # ---- running a program ----
+
+    def _bind(self, weights: Weights) -> None:
+        for group, views in weights.items():
+            self._binding.bind(group, views)
+
+    def _call(self, program: StageProgram, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        outputs = program.fn(self._binding.model, *args)
+        assert len(outputs) == len(program.outputs), f"{program.name} gave {len(outputs)} values, not {program.outputs}"
+        return outputs
+
+    def _with_leaves(self, program: StageProgram) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The stage's arguments, with leaves for the differentiable ones. The tracer has made sure that none is written to."""
+        leaves = {name: self._env[name].detach().requires_grad_() for name in program.grad_inputs}
+        return [leaves.get(name, self._env[name]) for name in program.inputs], leaves
+
+    def _store(self, program: StageProgram, outputs: Sequence[Tensor]) -> None:
+        for name, value in zip(program.outputs, outputs, strict=True):
+            if self._uses_left[name]:
+                self._env[name] = value.detach()
+
+    def _release_inputs(self, program: StageProgram) -> None:
+        for name in set(program.inputs):
+            self._uses_left[name] -= 1
+            if not self._uses_left[name]:
+                del self._env[name]
+
+    # ---- what a recompute must find as it was ----
+
+    def _buffers(self) -> BufferStore:
+        assert self._binding.buffers is not None
+        return self._binding.buffers
+
+    def _changed_buffers(
+        self,
+        program: StageProgram,
+        store: BufferStore,
+        before: Mapping[str, Tensor],
+        versions: Mapping[str, int],
+        snapshot: Mapping[str, Tensor],
+    ) -> set[str]:
+        """Buffers that the forward has written to or replaced.
+
+        Version counters miss the running statistics of `torch.batch_norm`. Hence its modules are known by class, and for
+        anybody else's the values are compared the first time (which on a GPU waits for it).
+        """
+        changed = {name for name, old in before.items() if store.get(name) is not old or old._version != versions[name]}
+        changed |= {name for name in before if _tracks_statistics(store.owner(name))}
+        key = (program.name, self._binding.model.training)
+        if key not in self._written_buffers:
+            self._written_buffers[key] = {n for n in before if n not in changed and not _same(snapshot[n], store.get(n))}
+        return changed | self._written_buffers[key]
+
+
+class _AsBefore:
+    """Context of a recompute: generators and buffers as before the forward; afterwards as it found them."""
+
+    def __init__(self, backend: Backend, buffers: BufferStore, kept: _Kept) -> None:
+        self._backend, self._buffers, self._kept = backend, buffers, kept
+
+    def __enter__(self) -> None:
+        self._now = {name: self._buffers.get(name) for name in self._kept.buffers}
+        for name, value in self._kept.buffers.items():
+            self._buffers.set(name, value)  # the recompute writes to the snapshot, which nobody needs afterwards
+        if self._kept.rng is not None:
+            self._rng = self._backend.rng_state()
+            self._backend.set_rng_state(self._kept.rng)
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._kept.rng is not None:
+            self._backend.set_rng_state(self._rng)
+        for name, value in self._now.items():
+            self._buffers.set(name, value)
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, except that NaNs count as different: then the snapshot is kept, which is always right."""
+    return a.shape == b.shape and torch.equal(a, b)
+
+

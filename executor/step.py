@@ -1,0 +1,156 @@
+"""One step in flight: what its ops share (batch, token counts, loss, tickets) and what the user gets back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from slidedp.executor.machine import Machine
+    from slidedp.executor.streams import Ticket
+
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss is NaN or infinite. Raised before any update of the step: nothing has changed."""
+
+
+@dataclass(eq=False)
+class Step:
+    """State of one step of this rank.
+
+    `number`: of the training step (an evaluation has its predecessor's); `turn`: counts both.
+    `num_valid`: loss-bearing tokens of this rank's batch; `num_valid_global`: of all ranks. `seed`: gradient with which
+    the loss's backward starts. `loss_scale` makes the program's loss this rank's share of the global mean.
+    """
+
+    number: int
+    turn: int
+    batch: Mapping[str, torch.Tensor]
+    machine: Machine
+    num_valid: int
+    num_valid_global: int
+    loss_is_mean: bool = True
+    training: bool = True
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    started_s: float = field(default_factory=time.perf_counter)
+    updated: set[str] = field(default_factory=set)
+    last_compute: str = ""
+    wall_s: float = 0.0
+    _loss: torch.Tensor | None = None
+    _global_loss: float | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """False if this rank's batch bears no loss: its gradients are exactly zero, whatever its forward gives."""
+        return self.num_valid > 0
+
+    @property
+    def seed(self) -> float:
+        return self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """A mean over this rank's tokens counts by its share of all; a sum is divided by all. 1.0 on one rank's mean."""
+        return (self.num_valid if self.loss_is_mean else 1) / self.num_valid_global
+
+    def device_batch(self) -> dict[str, torch.Tensor]:
+        return {key: self.machine.backend.to_device(value) for key, value in self.batch.items()}
+
+    def count(self, kind: str, amount: int) -> None:
+        """Bytes (elements for updates) that this rank's copies and kernels were really called with."""
+        self.counts[kind] += amount
+        self.machine.counters[kind] += amount
+
+    def keep_loss(self, loss: torch.Tensor) -> None:
+        self._loss = self.machine.backend.to_host(loss.detach())
+
+    def local_loss(self) -> float:
+        """This rank's share of the global loss. Only once the epilogue is done."""
+        assert self._loss is not None, "the epilogue has not run"
+        if not self.has_tokens:
+            return 0.0
+        if self.loss_is_mean:
+            return float(self._loss) * self.loss_scale
+        return float(self._loss / self.num_valid_global)  # divided in its own precision, as `loss_sum / count` would be
+
+    def global_loss(self) -> float:
+        """Mean over the valid tokens of the global batch; waits until every rank has its share."""
+        if self._global_loss is None:
+            self._global_loss = self.machine.sum_losses(self.turn)
+        return self._global_loss
+
+    def require_finite_loss(self) -> None:
+        if not math.isfinite(self.global_loss()):
+            raise NonFiniteLoss(
+                f"step {self.number}: the loss is {self.global_loss()}; nothing has been updated. "
+                "Lower the learning rate, look at this batch, or skip it"
+            )
+
+    def mark_present(self, present: Mapping[str, bool] | None) -> None:
+        """Which parameters (by name) got a gradient from this rank this step."""
+        if present and self.has_tokens:
+            self.machine.mark_present(self.number, present)
+
+    def note_compute_end(self) -> None:
+        """The GPU has done its part: the time since it had done the step before's is this step's wall time."""
+        now = time.perf_counter()
+        self.wall_s = now - max(self.started_s, self.machine.compute_end_s)
+        self.machine.compute_end_s = now
+
+
+class StepResult:
+    """What a step gives: fields materialise when read, waiting for no more than they need.
+
+    Attributes:
+        loss: mean loss over the valid tokens of the global batch, before the update.
+        num_tokens: valid tokens of the global batch.
+        grad_norm: global gradient norm when clipping is on, else None.
+        skipped: True if the step was skipped for a non-finite gradient.
+        lr: learning rate of this step.
+        step: 1-based step number.
+        wall_s: seconds from the end of the previous step's compute (or this step's start) to the end of this one's.
+        tokens_per_s: `num_tokens` of all ranks over `wall_s`.
+    """
+
+    def __init__(self, step: Step, lr: float) -> None:
+        self._step, self.lr = step, lr
+
+    @property
+    def loss(self) -> float:
+        return self._step.global_loss()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._step.num_valid_global
+
+    @property
+    def step(self) -> int:
+        return self._step.number
+
+    @property
+    def grad_norm(self) -> float | None:
+        return None
+
+    @property
+    def skipped(self) -> bool:
+        return False
+
+    @property
+    def wall_s(self) -> float:
+        if not self._step.wall_s:
+            self._step.machine.wait_compute(self._step)
+        return self._step.wall_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+    def __repr__(self) -> str:
+        return f"StepResult(step={self.step}, loss={self.loss:.4f}, num_tokens={self.num_tokens}, lr={self.lr:g})"
