@@ -1,0 +1,8 @@
+"""``python -m slidedp``: the command line."""
+
+import sys
+
+from slidedp.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`slidedp.compile`: checks what the user asks for and returns a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from slidedp.compiler.costs import CostModel
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.optimizer import AdamW
+from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planyaml import is_plan
+from slidedp.compiler.units import parse_bytes
+from slidedp.executor.machine import MachineOptions
+from slidedp.hardware import load_profile
+from slidedp.plan import Plan
+from slidedp.planner import DTYPE_NAMES, Settings
+from slidedp.ranks import find_ranks
+
+Policy = Mapping[str, Any] | PlanFile | str | Path | None
+
+
+def compile(
+    model: nn.Module,
+    hw_profile: str | Path | HardwareProfile = "auto",
+    *,
+    example: Mapping[str, Tensor] | None = None,
+    loss_fn: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | int]] | None = None,
+    optimizer: AdamW | None = None,
+    policy: Policy = None,
+    cost_model: CostModel | None = None,
+    hbm_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+    skip_nonfinite: bool | None = None,
+    device: str | torch.device | None = None,
+    layers: Any = None,
+    update_kernel: str = "auto",
+    num_threads: int | None = None,
+) -> Plan:
+    """Plan full-parameter training of `model`; the returned plan's `run(batch)` is one synchronous optimizer step.
+
+    Args:
+        model: any `nn.Module`; its parameters become views of the FP32 master weights in host memory. Under torchrun the
+            ranks other than 0 may build it on the `meta` device: rank 0's weights are everyone's.
+        hw_profile: built-in name, YAML path, HardwareProfile, or "auto" (the built-in one nearest to this machine).
+        example: a sample batch (this rank's share). Without it the plan is finished at the first `run`.
+        loss_fn: ``(outputs, batch) -> (loss_sum, count)``; default: the model's own mean loss over its valid labels.
+        optimizer: default ``AdamW()``.
+        policy: choices to pin: mapping, YAML path, or a loaded plan; the default rule fills the rest.
+        cost_model: durations and bytes for ops it knows (see `CostModel`); the analytic model fills the rest.
+        hbm_budget, host_budget: bytes or e.g. "20GiB".
+        compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
+        grad_dtype: of gradients returned to the host; default `compute_dtype`.
+        device: default: this rank's GPU if there is one, else the CPU.
+        layers: names of the modules to treat as layers, or a predicate ``(name, module) -> bool``.
+        update_kernel: "native" (fused), "torch" (bit for bit torch.optim.AdamW in FP32) or "auto": native where it builds.
+        num_threads: CPU threads of the update.
+
+    Raises:
+        ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"slidedp.compile takes an nn.Module, not {type(model).__name__}")
+    for name, value in (("max_grad_norm", max_grad_norm), ("skip_nonfinite", skip_nonfinite)):
+        if value:
+            raise ValueError(f"{name}={value!r} is not available in this version; leave it None")
+    ranks = find_ranks(device)
+    compute = compute_dtype or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
+    grad = grad_dtype or compute
+    for name, dtype in (("compute_dtype", compute), ("grad_dtype", grad)):
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name}={dtype} is not supported: use torch.bfloat16 or torch.float32")
+    if update_kernel not in ("auto", "native", "torch"):
+        raise ValueError(f"update_kernel={update_kernel!r}: use 'auto', 'native' or 'torch'")
+    settings = Settings(
+        hw=load_profile(hw_profile), compute_dtype=compute, grad_dtype=grad, world_size=ranks.world_size,
+        device=ranks.device, loss_fn=loss_fn, layers=layers, policy=load_policy(policy), cost_model=cost_model,
+        hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
+        host_budget=None if host_budget is None else parse_bytes(host_budget))
+    options = MachineOptions(update_kernel=update_kernel, num_threads=num_threads)
+    return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
+
+
+def load_policy(policy: Policy) -> Mapping[str, Any] | PlanFile | None:
+    """A mapping or plan as it is; a path is a plan file if it says so, else a policy file."""
+    if isinstance(policy, str | Path):
+        loaded = yaml.safe_load(Path(policy).read_text(encoding="utf-8"))
+        if not isinstance(loaded, Mapping):
+            raise ValueError(f"{policy}: a policy is a YAML mapping, e.g. 'delivery: sharded'")
+        return PlanFile.load(policy) if is_plan(loaded) else loaded
+    return policy

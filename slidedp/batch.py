@@ -1,0 +1,39 @@
+"""Checks of a batch, before anything of it runs: what is wrong is named, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slidedp.compiler.tracer import Trace
+
+
+class BatchError(ValueError):
+    """A batch that cannot be run. `CODE` is what a rank posts in place of its token count to say that it has one."""
+
+    CODE: ClassVar[int] = -1
+
+
+def check_batch(batch: Mapping[str, Tensor], trace: Trace | None = None) -> dict[str, Tensor]:
+    """`batch` as a dict of tensors; with `trace` also every index against the table that it indexes.
+
+    Raises:
+        BatchError: not a mapping of tensors, empty, or an id outside its table.
+    """
+    if not isinstance(batch, Mapping):
+        raise BatchError(f"a batch is a mapping of tensors, e.g. {{'input_ids': ..., 'labels': ...}}, not {type(batch).__name__}")
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise BatchError(f"batch[{key!r}] is {type(value).__name__}, not a tensor")
+        if value.numel() == 0:
+            raise BatchError(f"batch[{key!r}] is empty (shape {tuple(value.shape)})")
+    if not batch:
+        raise BatchError("the batch is empty")
+    for key, size in trace.vocab_checks if trace else ():
+        low, high = (int(x) for x in batch[key].aminmax())
+        if low < 0 or high >= size:
+            raise BatchError(f"batch[{key!r}] holds id {low if low < 0 else high}, outside the {size} rows of its table")
+    return dict(batch)
