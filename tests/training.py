@@ -1,0 +1,107 @@
+"""The yardstick of the end-to-end tests: plain PyTorch training, and what a plan's state is compared with."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import slidedp
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """What a run leaves: losses, and by parameter name the weights, both moments, and the first step's gradients."""
+
+    losses: list[float]
+    params: dict[str, Tensor]
+    exp_avg: dict[str, Tensor]
+    exp_avg_sq: dict[str, Tensor]
+    grads: dict[str, Tensor]
+
+    def digest(self) -> str:
+        """Of every bit of losses, weights and moments."""
+        h = hashlib.sha256(repr(self.losses).encode())
+        for part in (self.params, self.exp_avg, self.exp_avg_sq):
+            for name in sorted(part):
+                h.update(name.encode() + part[name].contiguous().view(torch.uint8).numpy().tobytes())
+        return h.hexdigest()
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+
+
+def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW,
+                  loss_of: Callable[[nn.Module, Batch], Tensor]) -> Trained:
+    """`loss.backward()` and `torch.optim.AdamW` on a copy of `model`; returned tensors are the copy's."""
+    model = copy.deepcopy(model)
+    name = names_of(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trainable if optimizer.decays(name[id(p)])], "weight_decay": optimizer.weight_decay},
+              {"params": [p for p in trainable if not optimizer.decays(name[id(p)])], "weight_decay": 0.0}]
+    adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
+    losses, grads = [], {}
+    for batch in batches:
+        adam.zero_grad(set_to_none=True)
+        loss = loss_of(model, batch)
+        loss.backward()
+        if not grads:
+            grads = {name[id(p)]: p.grad.clone() for p in trainable if p.grad is not None}
+        adam.step()
+        losses.append(loss.item())
+    state = {name[id(p)]: adam.state[p] for p in trainable if adam.state[p]}
+    return Trained(losses, {n: p.detach() for n, p in model.named_parameters()},
+                   {n: s["exp_avg"] for n, s in state.items()}, {n: s["exp_avg_sq"] for n, s in state.items()}, grads)
+
+
+def loss_of_output(model: nn.Module, batch: Batch) -> Tensor:
+    out = model(**batch)
+    return out.loss if hasattr(out, "loss") else out
+
+
+def state_of(plan: slidedp.Plan) -> Trained:
+    """Copies of a plan's weights, moments and last returned gradients, by parameter name."""
+    plan.synchronize()
+    machine = plan._machine
+    parts: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}, "grad": {}}
+    for buffer, into in parts.items():
+        for group in machine.state.groups.values():
+            if group.trainable:
+                trainable = [p for p in group.params if p.trainable]
+                for p, view in zip(trainable, machine.state.views(buffer, group.name), strict=True):
+                    into[p.name] = view.clone()
+    params = {n: p.detach().clone() for n, p in plan.model.named_parameters()}
+    return Trained([], params, parts["exp_avg"], parts["exp_avg_sq"], parts["grad"])
+
+
+def train_planned(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, **options: Any) -> Trained:
+    """The same steps through a plan, on a copy of `model` (its own tensors are not touched)."""
+    with slidedp.compile(copy.deepcopy(model), "cpu", optimizer=optimizer, **options) as plan:
+        losses, grads = [], {}
+        for batch in batches:
+            losses.append(plan.run(batch).loss)
+            grads = grads or state_of(plan).grads
+        done = state_of(plan)
+    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, grads)
+
+
+def assert_same_bits(got: Trained, want: Trained) -> None:
+    assert got.losses == want.losses
+    for part in ("grads", "params", "exp_avg", "exp_avg_sq"):
+        for name, tensor in getattr(want, part).items():
+            mine = getattr(got, part)[name]
+            assert torch.equal(mine, tensor), f"{part} of {name} differ by up to {(mine - tensor).abs().max()}"
+
+
+def norm_wise(got: Tensor, want: Tensor) -> float:
+    """‖difference‖ / ‖reference‖ in double precision; 0 where both are zero."""
+    difference, reference = (got.double() - want.double()).norm().item(), want.double().norm().item()
+    return difference / reference if reference else (0.0 if difference == 0 else float("inf"))
