@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import product
 from typing import Protocol, runtime_checkable
 
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import ITEMSIZE
-from slidedp.compiler.ops import Op, OpKind
+from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.strict import content_hash
 
 ADAM_BYTES_PER_PARAM = 28
@@ -95,9 +95,10 @@ class AnalyticCostModel:
 
 @dataclass(frozen=True)
 class ResolvedCosts:
-    """Microseconds, bytes and source (``user`` or ``analytic``) of every op of one graph. `name`: the model's."""
+    """Microseconds, bytes and source (``user`` or ``analytic``) of every op of one graph. `name` and `hash`: the model's."""
 
     name: str
+    hash: str
     durations_us: dict[str, int]
     num_bytes: dict[str, int]
     sources: dict[str, str]
@@ -108,11 +109,6 @@ class ResolvedCosts:
     def source(self, op: Op) -> str:
         """Where the duration of `op` came from."""
         return self.sources[op.name]
-
-    @cached_property
-    def hash(self) -> str:
-        """Of every number: what a user's code computes identifies it better than the code would."""
-        return content_hash([self.durations_us, self.num_bytes, self.sources])
 
 
 def resolve(
@@ -128,8 +124,7 @@ def resolve(
     for op in ops:
         durations[op.name], sources[op.name] = costs.sourced_duration_us(op, hw)
         num_bytes[op.name] = costs.bytes(op, hw)
-    name = "analytic" if user is None else f"{type(user).__module__}.{type(user).__qualname__}"
-    return ResolvedCosts(name, durations, num_bytes, sources)
+    return ResolvedCosts(_name(user), _hash(user, hw), durations, num_bytes, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +148,23 @@ class WithFallback:
     def bytes(self, op: Op, hw: HardwareProfile) -> int:
         cost = _ask(self.user, "bytes", op, hw)
         return self.analytic.bytes(op, hw) if cost is None else cost
+
+
+def _name(user: CostModel | None) -> str:
+    return "analytic" if user is None else f"{type(user).__module__}.{type(user).__qualname__}"
+
+
+def _hash(user: CostModel | None, hw: HardwareProfile) -> str:
+    """Of a model's answers to fixed questions, whatever the plan: what its code computes identifies it, the text does not."""
+    answers: list[object] = [_name(user)]
+    if user is not None:
+        for kind, size in product(OpKind, (2**20, 2**28)):
+            probe = Op(f"{kind}.L00.c0", kind, Stream.GPU, "L00", Chunk(0, 1), bytes=size, flops=1000 * size)
+            try:
+                answers.append([_ask(user, "duration_us", probe, hw), _ask(user, "bytes", probe, hw)])
+            except Exception as e:  # the user's code may insist on ops of a real graph; then that is its answer
+                answers.append(type(e).__name__)
+    return content_hash(answers)
 
 
 def _us(num_bytes: float, gbps: float) -> float:

@@ -1,7 +1,8 @@
 """The rule that decides what nobody pinned, until the solver does: simple, documented, the same on every rank.
 
-- delivery: `sharded` when there are several ranks and copying 1/N of a chunk and gathering the rest takes less time, one
-  after the other, than copying the whole; else `replicated`. A cost model that makes a link slower turns it around;
+- delivery: `sharded` when there are several ranks and casting and copying 1/N of a chunk and gathering the rest takes less
+  time, one after the other, than casting and copying the whole; else `replicated`. A cost model that makes a link slower
+  turns it around;
 - reduction: `gpu`: one sum returns, so the host moves and adds least;
 - source: `shadow`, a copy of the same bytes without a cast; `cast` when the host has no room for the shadow;
 - chunks of about 32 MiB, where a copy runs at full rate and a task's fixed cost is a few percent, at most 8 a group;
@@ -11,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
@@ -47,45 +47,56 @@ def default_decisions(
     hbm_budget = hw.hbm_bytes if hbm_budget is None else hbm_budget
     host_budget = hw.host_bytes if host_budget is None else host_budget
     costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
-    groups = {g.name: rule(graph, g, hw, costs, chunk_bytes) for g in graph.groups}
-    decisions = apply_policy(Decisions(groups, window=WINDOWS[0]), policy, graph)
-    if estimate_memory(graph, decisions).host_bytes > host_budget:
-        groups = {name: replace(d, source=Source.CAST) for name, d in groups.items()}
+
+    def decide(source: Source, window: int) -> Decisions:
+        bare = apply_policy(Decisions({g.name: GroupDecision(source=source) for g in graph.groups}), policy, graph)
+        groups = {g.name: rule(graph, g, bare.of(g.name).source, hw, costs, chunk_bytes) for g in graph.groups}
+        return apply_policy(Decisions(groups, window=window), policy, graph)
+
+    fits = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
+    source = Source.SHADOW if fits else Source.CAST
     for window in WINDOWS:
-        decisions = apply_policy(Decisions(groups, window=window), policy, graph)
+        decisions = decide(source, window)
         if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
             break
     check_budgets(graph, decisions, hbm_budget, host_budget)
     return decisions
 
 
-def rule(graph: LayerGraph, group: Group, hw: HardwareProfile, costs: CostModel, chunk_bytes: int = CHUNK_BYTES) -> GroupDecision:
-    """The decision of one group on a machine with memory to spare."""
+def rule(
+    graph: LayerGraph, group: Group, source: Source, hw: HardwareProfile, costs: CostModel, chunk_bytes: int = CHUNK_BYTES
+) -> GroupDecision:
+    """The decision of one group whose weights come from `source`."""
     chunks = num_chunks(group.numel * graph.compute_itemsize, chunk_bytes)
     return GroupDecision(
-        delivery=Route.SHARDED if sharding_pays(graph, group, chunks, hw, costs) else Route.REPLICATED,
-        source=Source.SHADOW,
+        delivery=Route.SHARDED if sharding_pays(graph, group, chunks, source, hw, costs) else Route.REPLICATED,
+        source=source,
         reduction=Reduction.GPU,
         delivery_chunks=chunks,
         return_chunks=num_chunks(group.num_trainable * graph.grad_itemsize, chunk_bytes),
     )
 
 
-def sharding_pays(graph: LayerGraph, group: Group, chunks: int, hw: HardwareProfile, costs: CostModel) -> bool:
-    """True if a chunk of `group` arrives sooner by copying 1/N and gathering the rest than by copying all of it."""
-    world = graph.world_size
+def sharding_pays(
+    graph: LayerGraph, group: Group, chunks: int, source: Source, hw: HardwareProfile, costs: CostModel
+) -> bool:
+    """True if a chunk of `group` arrives sooner by (casting and) copying 1/N and gathering the rest than by copying all."""
+    world, item = graph.world_size, graph.compute_itemsize
     cut = cut_chunks(group.numel, chunks, world)
     if world == 1 or not cut:
         return False
-    whole = (cut[0][1] - cut[0][0]) * graph.compute_itemsize
+    whole = cut[0][1] - cut[0][0]
     chunk, tag = Chunk(0, len(cut)), f"fwd.{group.name}.c0"
 
     def us(kind: OpKind, stream: Stream, num_bytes: int) -> int:
         return costs.duration_us(Op(f"{kind}.{tag}", kind, stream, group.name, chunk, bytes=num_bytes), hw)
 
+    def to_gpu(numel: int) -> int:
+        cast = us(OpKind.HOST_CAST, Stream.CAST, numel * (4 + item)) if source is Source.CAST else 0
+        return cast + us(OpKind.H2D, Stream.H2D, numel * item)
+
     share = whole // world
-    sharded = us(OpKind.H2D, Stream.H2D, share) + us(OpKind.ALL_GATHER, Stream.COMM, share * (world - 1))
-    return sharded < us(OpKind.H2D, Stream.H2D, whole)
+    return to_gpu(share) + us(OpKind.ALL_GATHER, Stream.COMM, share * item * (world - 1)) < to_gpu(whole)
 
 
 def num_chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:

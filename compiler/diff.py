@@ -75,7 +75,7 @@ def _model(a: PlanFile, b: PlanFile) -> Iterator[Change]:
         for run, (before, after) in runs([(name, (_size(a, name), _size(b, name))) for name in names]):
             yield from _changed("model", f"{run} elements", before, after)
     elif a.layers.stages != b.layers.stages:
-        yield Change("model", "layer table", "its flops and bytes", "others")
+        yield Change("model", "layer table", _totals(a), _totals(b))
     yield from _changed("model", "params_hash", a.params_hash, b.params_hash)
 
 
@@ -94,13 +94,20 @@ def _predictions(a: PlanFile, b: PlanFile) -> Iterator[Change]:
     after = asdict(b.predictions)
     for key, before in asdict(a.predictions).items():
         yield from _changed("predictions", key, before, after[key])
-    yield from _changed("ops", "hash", a.ops_hash, b.ops_hash)
-    yield from _changed("ops", "decisions_hash", a.decisions_hash, b.decisions_hash)
+    if a.decisions == b.decisions and a.layers == b.layers:  # else they differ anyway
+        yield from _changed("ops", "hash", a.ops_hash, b.ops_hash)
+        yield from _changed("ops", "decisions_hash", a.decisions_hash, b.decisions_hash)
 
 
 def _changed(section: str, where: str, before: Any, after: Any) -> Iterator[Change]:
     if before != after:
         yield Change(section, where, before, after)
+
+
+def _totals(plan: PlanFile) -> str:
+    stages = plan.layers.stages
+    return (f"{sum(s.flops for s in stages) / 1e12:.2f} Tflop forward, {format_bytes(sum(s.boundary_bytes for s in stages))} of "
+            "boundaries")
 
 
 def _size(plan: PlanFile, name: str) -> int | None:

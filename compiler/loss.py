@@ -22,7 +22,7 @@ LossFn = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, "Tensor | int"]]
 
 _BY_CLASS = {F.cross_entropy, F.nll_loss}
 _ELEMENTWISE = {F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
-_SAME_VALUE = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous", "clone", "squeeze", "view", "reshape", "mean"})
+_SAME_VALUE = frozenset({"to", "float", "double", "half", "bfloat16", "contiguous", "clone", "squeeze", "view", "mean"})
 _SCALED = frozenset({"mul", "div", "__mul__", "__rmul__", "__truediv__", "true_divide"})
 _REMEDY = "pass loss_fn=, a function of (outputs, batch) that returns (sum of the losses, number of valid tokens)"
 
@@ -93,8 +93,8 @@ def _mean_over(loss: fx.Node, recorder: MetaRecorder) -> ValidCount:
     while node.target not in _BY_CLASS | _ELEMENTWISE:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         tensors = node.all_input_nodes
-        scalar = len(tensors) == 1 and node.op != "call_module" and tensors[0].meta["val"].numel() == 1
-        if not scalar or name not in _SAME_VALUE | _SCALED:
+        value = tensors[0].meta.get("val") if len(tensors) == 1 and node.op != "call_module" else None
+        if value is None or value.numel() != 1 or name not in _SAME_VALUE | _SCALED:
             raise TraceError(f"cannot tell over how many tokens the loss is a mean: it ends in {name}(), not in a loss function "
                              f"of torch.nn.functional with reduction='mean'; {_REMEDY}")  # fmt: skip
         node = tensors[0]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from slidedp.compiler.errors import TraceError
 
@@ -50,7 +50,7 @@ def check_params(model: nn.Module) -> None:
 
 
 def _check_param(name: str, p: nn.Parameter) -> None:
-    if isinstance(p, UninitializedTensorMixin):
+    if is_lazy(p):
         raise TraceError(f"parameter {name} is not initialised yet; run one forward of the model before compiling it")
     if p.layout is not torch.strided:
         raise TraceError(f"parameter {name} is sparse ({p.layout}); make it dense, e.g. with .to_dense()")

@@ -7,7 +7,7 @@ says whether the result is the one that was planned. Decisions and the table as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,6 +153,7 @@ def make_planfile(
     specialisation: Mapping[str, str | int] | None = None,
 ) -> PlanFile:
     """A plan with its hashes. `version`: slidedp's."""
+    predictions = replace(predictions, tokens_per_s=round(predictions.tokens_per_s, 1))
     return PlanFile(
         version, layers, Identity(hw.name, hw.content_hash()), Identity(costs.name, costs.hash), budgets, decisions, predictions,
         ops_hash(ops), decisions_hash(decisions), model_hash(layers), params_hash(layers), dict(specialisation or {}),

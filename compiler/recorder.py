@@ -4,10 +4,11 @@ A ``TorchFunctionMode`` sees each torch call; layers, and glue modules that own 
 leaves, whose own Python runs only to learn the shapes of their outputs. What the model asks of a value is answered from
 the sample batch and becomes a guard. DESIGN §3 has the rules; `torch.fx.Tracer` traces none of the Hugging Face families.
 
-Each node's ``meta`` holds: ``index`` (program order), ``val`` (the meta tensor), ``storage`` (identity of its memory), ``after`` (in-place writers that must run
-first), ``writes`` (storages it writes), ``pinned`` (must keep its place among the layers: draws random numbers or writes a
-buffer), ``effect`` (writes a buffer), ``projection`` (takes one tensor out of its input, a tuple), ``params`` (names read
-by a leaf), ``flops``, ``saved`` (bytes autograd keeps, by storage), ``kind`` (module class and shapes of a leaf).
+Each node's ``meta`` holds: ``index`` (program order), ``val`` (the meta tensor), ``storage`` (identity of its memory),
+``after`` (in-place writers that must run first), ``writes`` (storages it writes), ``pinned`` (must keep its place among the
+layers: draws random numbers or writes a buffer), ``effect`` (writes a buffer), ``projection`` (takes one tensor out of its
+input, a tuple), ``params`` (names read by a leaf), ``flops``, ``saved`` (bytes autograd keeps, by storage), ``kind`` (module
+class and shapes of a leaf).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from slidedp.compiler.calls import CONCRETE, RANDOM, importable, on_device, shapes, tensors, tree
 from slidedp.compiler.errors import TraceError
-from slidedp.compiler.guards import BATCH, Guard, describe, make_slice, summary
+from slidedp.compiler.guards import BATCH, Guard, closure, describe, make_slice, summary
 from slidedp.compiler.metamodel import MetaModel
 from slidedp.compiler.metering import Meter, is_fusable_attention, storage_key
 
@@ -62,6 +63,13 @@ class MetaRecorder(TorchFunctionMode):
     def node_of(self, t: Tensor) -> fx.Node:
         """The node that made `t`. Raises TraceError if nothing recorded did."""
         return self._arg(t, "the model's output")  # type: ignore[no-any-return]
+
+    def check_buffers(self) -> None:
+        """Raises TraceError if forward gave a buffer a new tensor made from the old one: state that the trace would lose."""
+        for name, real in self.meta.buffers.items():
+            now, old = operator.attrgetter(name)(self.model), self._node_of.get(id(self.meta.stand_ins[id(real)]))
+            if isinstance(now, Tensor) and (node := self._node_of.get(id(now))) is not old and node and old in closure([node]):
+                raise TraceError(f"forward replaces buffer {name} by {describe(node)} between layers; write it in place (copy_)")
 
     def _placeholder(self, key: str, t: Tensor) -> tuple[Tensor, fx.Node]:
         val = torch.empty_like(t, device="meta", requires_grad=False)
@@ -106,8 +114,8 @@ class MetaRecorder(TorchFunctionMode):
             return node
         real = self.meta.real_names.get(id(t))
         if real is not None:
-            raise TraceError(f"{where} uses {real} through a reference of its own, not through the module that owns it "
-                             "(a list or attribute that holds the tensor itself); it would miss the weights of the step")  # fmt: skip
+            raise TraceError(f"{where} uses {real} through a reference of its own (a list or attribute that holds the tensor "
+                             "itself); read it from the module that owns it, or the weights of the step are missed")  # fmt: skip
         raise TraceError(
             f"{where} uses a tensor of unknown origin, shape {tuple(t.shape)}, {t.dtype}: made inside an opaque layer and passed "
             "on by a hook or a shared object (output_router_logits=True does this: turn it off), or kept in a Python attribute "
@@ -124,6 +132,8 @@ class MetaRecorder(TorchFunctionMode):
         if self._depth:
             self._note_reads((args, kwargs))
             return self._execute(func, args, kwargs)
+        if name == "register_hook":
+            raise TraceError("forward calls register_hook between layers, which a trace would lose; move it into a layer")
         if name == "__set__":
             raise TraceError(f"forward assigns to Tensor.{func.__self__.__name__} between layers, which cannot be recorded")
         if name in CONCRETE and args and isinstance(args[0], Tensor):

@@ -106,5 +106,7 @@ def _check_writes(order: Sequence[fx.Node], stage_of: dict[fx.Node, int]) -> Non
             made = {stage_of[n] for n in before if n.meta.get("storage") == storage}
             read = {stage_of[n] for n in before if any(i.meta.get("storage") == storage for i in n.all_input_nodes)}
             if made - {stage_of[w]} or any(s > stage_of[w] for s in read):
-                raise TraceError(f"{describe(w)} writes in place a value that an earlier layer made or a later one reads; that "
-                                 "layer could not be run again for the backward pass: write it out of place (h = h + x)")  # fmt: skip
+                raise TraceError(
+                    f"{describe(w)} writes in place a value that an earlier layer made or a later one reads; that layer could "
+                    "not be run again for the backward pass: write it out of place (h = h + x)"
+                )

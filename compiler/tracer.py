@@ -87,8 +87,9 @@ def trace(
     """Traces `model` for batches like `batch`; neither is changed, and nothing is computed.
 
     `layers`: module names, or a predicate of (name, module); default: the blocks of the largest ModuleList or Sequential.
-    `loss_fn(outputs, batch) -> (sum, count)`; default: the model's own loss. `groups`: the partition of an earlier trace, to
-    keep. Floating-point arguments of forward are cast to `compute_dtype`, as FSDP2's mixed precision does. The model may be
+    `loss_fn(outputs, batch) -> (sum, count)`; default: the model's own loss. Return the count as a tensor: an int made of one
+    (``.item()``) is guarded, and each new count would be a new trace. `groups`: the partition of an earlier trace, to keep.
+    Floating-point arguments of forward are cast to `compute_dtype`, as FSDP2's mixed precision does. The model may be
     on the meta device.
 
     Raises ValueError for a bad batch or loss_fn, and TraceError for what cannot be traced; both name the remedy.
@@ -97,7 +98,7 @@ def trace(
     arguments = call_arguments(model, batch, loss_fn is not None)
     choices = layer_candidates(model) if layers is None else iter([chosen_layers(model, layers)])
     for names in choices:
-        with on_meta(model, compute_dtype) as meta:
+        with torch.inference_mode(False), on_meta(model, compute_dtype) as meta:
             recorder = MetaRecorder(model, meta, batch, device, lambda name, _, names=names: name in names)  # type: ignore[misc]
             loss = _record(recorder, arguments, loss_fn, compute_dtype)
             segments = cut(recorder.graph, recorder.layer_calls, loss.node)
@@ -122,23 +123,30 @@ def _record(recorder: MetaRecorder, arguments: Any, loss_fn: LossFn | None, comp
     given = {key: t for key, (t, _) in recorder.inputs.items()}
 
     def cast(key: str) -> Tensor:
-        return given[key].to(compute_dtype) if given[key].is_floating_point() and given[key].dtype != compute_dtype else given[key]
+        t = given[key]
+        return t.to(compute_dtype) if t.is_floating_point() and t.dtype != compute_dtype else t
 
     try:
         with recording(recorder):
             outputs = model(*map(cast, by_position), **{key: cast(key) for key in by_name}, **constants)
             if loss_fn is not None:
-                return user_loss(loss_fn(outputs, given), recorder)
+                outputs = loss_fn(outputs, given)
     except ValueError:
         raise
     except Exception as e:
         raise TraceError(f"{name} could not be traced: {type(e).__name__}: {e}. Between layers, forward must be able to run on "
                          "meta tensors; put what cannot inside a layer") from e  # fmt: skip
-    return model_loss(outputs, recorder, name)
+    recorder.check_buffers()
+    return model_loss(outputs, recorder, name) if loss_fn is None else user_loss(outputs, recorder)
 
 
 def _assemble(
-    recorder: MetaRecorder, segments: tuple[Segment, ...], loss: Loss, world_size: int, dtype: torch.dtype, groups: tuple[Group, ...] | None
+    recorder: MetaRecorder,
+    segments: tuple[Segment, ...],
+    loss: Loss,
+    world_size: int,
+    dtype: torch.dtype,
+    groups: tuple[Group, ...] | None,
 ) -> Trace:
     model = recorder.model
     stage_of = {n: s.name for s in segments for n in s.nodes}
@@ -213,7 +221,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
 def _kind_key(segment: Segment, program: StageProgram, meta: MetaModel) -> str:
     """Module class of the layer (or the stage's name) and a hash of everything with a shape that the stage touches."""
     leaves = [n.meta["kind"] for n in segment.nodes if "kind" in n.meta]
-    glue = [str(n.target) if n.op == "call_method" else getattr(n.target, "__name__", "") for n in segment.nodes if "kind" not in n.meta]
+    glue = [getattr(n.target, "__name__", n.target) for n in segment.nodes if "kind" not in n.meta]
     inputs = [(tuple(n.meta["val"].shape), str(n.meta["val"].dtype), n.meta["val"].requires_grad) for n in segment.inputs]
     params = [(tuple(meta.params[p].shape), meta.params[p].requires_grad) for p in program.params]
     text = repr((leaves, glue, inputs, params))
@@ -221,7 +229,9 @@ def _kind_key(segment: Segment, program: StageProgram, meta: MetaModel) -> str:
     return f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-_INDEX_PRESERVING = frozenset("view reshape to long int contiguous flatten unsqueeze squeeze expand clone detach".split())  # noqa: SIM905
+_INDEX_PRESERVING = frozenset(
+    {"view", "reshape", "to", "long", "int", "contiguous", "flatten", "unsqueeze", "squeeze", "expand", "clone", "detach"}
+)
 
 
 def _vocab_check(model: nn.Module, n: fx.Node) -> Iterator[tuple[str, int]]:

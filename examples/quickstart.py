@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import slidedp
 
-PROMPT = 'In Python, the "with" statement is used to'
+PROMPT = 'The "del" statement'
 
 
 def main() -> None:
@@ -135,11 +135,11 @@ def mean_loss(plan: slidedp.Plan, batches: list[dict[str, torch.Tensor]]) -> flo
 
 
 def complete(plan: slidedp.Plan, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the model makes of `PROMPT`, greedily, so that before and after can be compared."""
+    """The line that the model makes of `PROMPT`, greedily, so that before and after can be compared."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(plan.model.device)
     with torch.no_grad():
         output = plan.model.generate(**inputs, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    return tokenizer.decode(output[0], skip_special_tokens=True).splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ machine without a GPU.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,8 +54,8 @@ class Backend(Protocol):
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat zeroed host buffer that the device copies to and from without staging, at its exact size."""
 
-    def register(self, tensors: Sequence[Tensor]) -> None:
-        """Lets the device copy directly to and from this host memory. Each starts on a page of its own; none twice."""
+    def register(self, tensor: Tensor) -> None:
+        """Lets the device copy directly to and from this host memory, which starts on a page of its own. Not twice."""
 
     def unregister(self, tensor: Tensor) -> None:
         """Undoes :meth:`register`. Its copies must be done."""
@@ -100,7 +100,7 @@ class CpuBackend:
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def register(self, tensors: Sequence[Tensor]) -> None:
+    def register(self, tensor: Tensor) -> None:
         pass
 
     def unregister(self, tensor: Tensor) -> None:

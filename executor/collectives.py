@@ -31,8 +31,8 @@ class SingleRank:
 
     rank, world_size = 0, 1
 
-    def reserve(self, numel: int, dtype: torch.dtype) -> None:
-        """Allocates scratch for chunks of up to `numel` elements, so that no step has to."""
+    def reserve(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """Allocates scratch for gradient chunks of up to `numel` elements on `device` (host), so that no step has to."""
 
     def all_gather(self, slot: Tensor, lo: int, hi: int, rank: int, world_size: int) -> None:
         """Fills ``slot[lo:hi]``, equal shards in rank order, of which this rank's own is there already."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -101,9 +101,8 @@ class CudaBackend:
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._memory.allocate(numel, dtype)
 
-    def register(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._memory.register(tensor)
+    def register(self, tensor: Tensor) -> None:
+        self._memory.register(tensor)
 
     def unregister(self, tensor: Tensor) -> None:
         self._memory.unregister(tensor)

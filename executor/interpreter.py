@@ -17,6 +17,7 @@ import torch
 
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
+from slidedp.executor.backend import poison
 from slidedp.executor.step import Step
 
 if TYPE_CHECKING:
@@ -40,13 +41,36 @@ class Interpreter:
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, runner: StageRunner) -> None:
         self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
         self.rank, self.world = machine.rank, machine.world_size
-        self.program = [(op, getattr(self, op.kind.value)(op), *self.waits(op)) for op in graph.ops]
+        self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
         self.last_compute = graph.on(Stream.GPU)[-1].name
         self.ends = self.outcomes(graph)
         self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
         self.watched |= {self.last_compute, "epilogue", *self.ends}
+
+    def task(self, op: Op) -> Task:
+        task: Task = getattr(self, op.kind.value)(op)
+        if not self.machine.options.poison:
+            return task
+        released = self.released(op)
+
+        def poisoning(step: Step) -> None:
+            task(step)
+            for tensor in released:
+                poison(tensor)
+
+        return poisoning
+
+    def released(self, op: Op) -> list[torch.Tensor]:
+        """Test mode: device memory that nothing reads any more once `op` has: weights whole, gradients by chunk."""
+        out = []
+        for ref in op.reads:
+            if ref.value[:2] == "W." and op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
+                out.append(self.machine.slot(ref.place))
+            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None:
+                out.append(self.device(ref))
+        return out
 
     def waits(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Edge, ...]]:
         """Ops of this step and of the one before whose tickets to wait for, and edges that other ranks must signal."""

@@ -137,6 +137,10 @@ class Machine:
                 return self.state.raw_grad[group][self.rank]
         raise AssertionError(f"{head}.{group} has no host buffer")
 
+    def raw_gradient(self, group: str, rank: int) -> Tensor:
+        """A rank's unreduced gradient, flat; every rank's is in shared memory."""
+        return self.state.raw_grad[group][rank]
+
     def leaves(self, places: Mapping[str, str]) -> dict[str, list[Tensor]]:
         """Group -> views of its slot, one a parameter, as autograd leaves; made once for each (group, place)."""
         out = {}
@@ -212,6 +216,8 @@ class Machine:
         self.when_drained(interpreter, step)
         step.tickets["epilogue"].add_done_callback(partial(self.post_loss, step))
         self.wait(step.tickets["epilogue"])
+        if interpreter.runner.draws_random:
+            self.wait_compute(step)  # its recomputes put the default generators back and forth: the caller must not draw between
         try:
             step.global_loss()
         except PeerError as e:

@@ -168,7 +168,7 @@ class StageRunner:
         return self.backward(self._first, weights, slots, has_tokens)
 
     def epilogue(
-        self, weights: Weights, slots: Slots, seed: float | Tensor = 1.0, has_tokens: bool = True
+        self, weights: Weights, slots: Slots, seed: float = 1.0, has_tokens: bool = True
     ) -> tuple[Tensor, dict[str, bool]]:
         """The loss, detached, and what :meth:`backward` returns. `seed`: the gradient of the loss.
 

@@ -257,10 +257,11 @@ class PriorityStream:
                 entry = self._take()
                 if entry is None:
                     return
-                self._execute(entry)
-                del entry  # not kept while blocked in `_take`
             except BaseException as exc:
                 self._streams.abort(exc)
+                continue
+            self._execute(entry)
+            del entry  # not kept while blocked in `_take`
 
     def _take(self) -> _Entry | None:
         """The next op to run; None when the stream is to stop and nothing is outstanding."""
@@ -293,16 +294,20 @@ class PriorityStream:
 
     def _execute(self, entry: _Entry) -> None:
         streams, ticket = self._streams, entry.ticket
-        streams.check()
-        if streams.delay is not None:
-            time.sleep(streams.delay(ticket.name))
-        start = time.perf_counter()
-        entry.fn()
-        if streams.trace is not None:
-            streams.trace(ticket.name, self.stream, start, time.perf_counter())
-        with self._changed:
-            self._outstanding.pop(entry.key[1], None)
-        ticket._mark_done()
+        try:
+            streams.check()
+            if streams.delay is not None:
+                time.sleep(streams.delay(ticket.name))
+            start = time.perf_counter()
+            entry.fn()
+            if streams.trace is not None:
+                streams.trace(ticket.name, self.stream, start, time.perf_counter())
+            with self._changed:
+                self._outstanding.pop(entry.key[1], None)
+            ticket._mark_done()
+        except BaseException as exc:
+            streams.abort(exc)
+            ticket._fail(streams.error or exc)
 
     def _abort(self, error: BaseException) -> None:
         with self._changed:

@@ -6,6 +6,7 @@ look whether it is too late; set the flag, then take the callbacks), so that non
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -88,9 +89,14 @@ class Ticket:
             _call_all(self._on_done)
 
     def _fail(self, error: BaseException) -> None:
+        """Also ends the waiting on a ticket that is done, if one of its callbacks raised and so kept the others from running."""
         if not self.done:
             self.error = error
-            self._mark_done()
+            self.issued = self.done = True
+        for callbacks in (self._on_issued, self._on_done):
+            while callbacks:
+                with contextlib.suppress(Exception):  # the streams have their error; what follows from it adds nothing
+                    _call_all(callbacks)
 
 
 def _call_all(callbacks: list[Callable[[], object]]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from slidedp.compiler.costs import CostModel
@@ -15,6 +14,7 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.planyaml import is_plan
+from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.executor.machine import MachineOptions
 from slidedp.hardware import load_profile
@@ -92,7 +92,7 @@ def compile(
 def load_policy(policy: Policy) -> Mapping[str, Any] | PlanFile | None:
     """A mapping or plan as it is; a path is a plan file if it says so, else a policy file."""
     if isinstance(policy, str | Path):
-        loaded = yaml.safe_load(Path(policy).read_text(encoding="utf-8"))
+        loaded = load_yaml(policy)
         if not isinstance(loaded, Mapping):
             raise ValueError(f"{policy}: a policy is a YAML mapping, e.g. 'delivery: sharded'")
         return PlanFile.load(policy) if is_plan(loaded) else loaded

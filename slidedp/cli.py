@@ -158,7 +158,7 @@ def summary(plan: PlanFile) -> str:
     width = max(map(len, rows["decisions"]))
     decisions = [f"  {name:<{width}}  {', '.join(f'{k} {v}' for k, v in row.items())}" for name, row in rows["decisions"].items()]
     lines = [
-        f"{layers.model}: {len(layers.layers)} layers, {sum(g.numel for g in layers.groups) / 1e9:.2f} G elements, "
+        f"{layers.model or 'model'}: {len(layers.layers)} layers, {sum(g.numel for g in layers.groups) / 1e9:.2f} G elements, "
         f"{layers.compute_dtype}, {plan.world_size} rank{'s' * (plan.world_size > 1)}; {batch}",
         f"hardware {plan.hardware}, cost model {plan.cost_model}",
         "plan " + ", ".join(f"{key} {value}" for key, value in rows["plan"].items()),

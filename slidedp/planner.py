@@ -21,7 +21,6 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.policy import apply_policy
 from slidedp.compiler.simulate import Timeline, simulate
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace
 from slidedp.passes.pipeline import lower
@@ -139,5 +138,5 @@ def decide(layers: LayerGraph, settings: Settings) -> Decisions:
     if isinstance(policy, PlanFile):
         policy.require(layers)
         return policy.decisions
-    defaults = default_decisions(layers, settings.hw, hbm_budget=settings.hbm_budget, host_budget=settings.host_budget)
-    return apply_policy(defaults, policy, layers)
+    return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
+                             host_budget=settings.host_budget)

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RunRanks
+from torch import nn
+
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.executor.collectives import SingleRank, open_collectives
-from torch import nn
 
 pytestmark = pytest.mark.cpu
 

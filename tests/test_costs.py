@@ -102,6 +102,8 @@ def test_user_model_over_analytic() -> None:
     assert costs.num_bytes == {gather.name: 10**8, copy.name: 10**8}
     assert costs.name.endswith("SlowGather")
     assert costs.hash != resolve([gather, copy], ROUND, analytic).hash
+    assert costs.hash == resolve([copy], ROUND, analytic, SlowGather()).hash  # type: ignore[arg-type]  # not of the plan
+    assert resolve([], ROUND, analytic, Returns(3)).hash != resolve([], ROUND, analytic, Returns(4)).hash  # type: ignore[arg-type]
     assert resolve([gather, copy], ROUND, analytic).name == "analytic"
     assert isinstance(SlowGather(), CostModel)
 
@@ -203,3 +205,12 @@ def test_costs_follow_the_bytes_that_passes_state() -> None:
     params = sum(g.num_trainable for g in qwen3_4b(1).groups)
     assert total[1] == pytest.approx(total[4], rel=1e-3)
     assert total[1] == pytest.approx(params / ROUND.cpu_adam_gparams / 1e3, rel=1e-3)
+
+
+def test_casting_on_a_full_host_is_worth_dividing() -> None:
+    """Without GPU links the shadow is copied whole by every rank, but four times the cast is too much for the host."""
+    graph, hw = qwen3_4b(1, world_size=4), load_profile("rtx4090x4")
+    assert default_decisions(graph, hw).of("L00") == GroupDecision(Route.REPLICATED, Source.SHADOW, 6, Reduction.GPU, 6)
+    cast = GroupDecision(Route.SHARDED, Source.CAST, 6, Reduction.GPU, 6)
+    assert default_decisions(graph, hw, policy={"source": "cast"}).of("L00") == cast
+    assert default_decisions(graph, hw, host_budget=60 * 2**30).of("L00") == cast

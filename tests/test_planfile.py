@@ -273,11 +273,17 @@ def test_diff_shows_exactly_the_change(tmp_path: Path) -> None:
     assert changes
     decided = [(c.where, c.before, c.after) for c in changes.changes if c.section in ("decisions", "plan")]
     assert decided == [("L02-L05.source", "shadow", "cast"), ("window", 4, 3)]
-    assert {c.section for c in changes.changes} == {"decisions", "plan", "made for", "predictions", "ops"}
+    assert {c.section for c in changes.changes} == {"decisions", "plan", "predictions"}
     text = str(changes)
     assert re.search(r"^  L02-L05\.source +shadow -> cast$", text, re.MULTILINE)
     assert re.search(r"^  step_us +[\d.]+ ms -> [\d.]+ ms  \([+-][\d.]+%\)$", text, re.MULTILINE)
     assert re.search(r"^  hbm_bytes +[\d.]+ GiB -> [\d.]+ GiB  \(-[\d.]+%\)$", text, re.MULTILINE)
+
+
+def test_diff_of_batches() -> None:
+    changes = diff(make_plan(stack(4)), make_plan(stack(4, tokens=128)))
+    assert {c.section for c in changes.changes} == {"model", "predictions"}
+    assert "boundaries" in str(changes)
 
 
 def test_diff_of_models_and_machines() -> None:

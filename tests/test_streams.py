@@ -7,9 +7,11 @@ import random
 import threading
 import time
 import weakref
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
+
 from slidedp.compiler.ops import Stream
 from slidedp.executor.streams import Streams
 from slidedp.executor.tickets import Aborted, Ticket
@@ -224,6 +226,23 @@ def test_abort_from_outside_wakes_streams_that_poll_or_wait(streams, devices):
     never.set()
 
 
+@pytest.mark.parametrize("stream", [Stream.HOST, Stream.CPU, Stream.GPU])
+def test_a_callback_that_raises_aborts_and_leaves_nobody_waiting(streams, devices, stream):
+    s, gate = streams(devices=devices), threading.Event()
+    t = s.submit(stream, lambda: gate.wait(10), need_done=True)
+    t.add_done_callback(lambda: None)
+    t.add_done_callback(lambda: 1 / 0)
+    waiter = s.submit(Stream.CAST, lambda: None, [t])
+    t.add_done_callback(lambda: 1 / 0)
+    gate.set()
+    for _ in range(10000):  # not `waiter.wait_done`, which would add a callback of its own and so wake the others
+        if waiter.done and s.error is not None:
+            break
+        time.sleep(1e-3)
+    assert waiter.done
+    assert isinstance(s.error, ZeroDivisionError)
+
+
 def test_error_in_a_condition_aborts(streams):
     for stream in (Stream.HOST, Stream.CPU):
         s = streams()
@@ -268,30 +287,32 @@ def test_trace_times_host_and_device_ops_on_one_clock(streams, devices):
 
 
 def test_close_runs_what_was_submitted_and_is_idempotent(streams):
-    before = threading.active_count()
+    others = set(threading.enumerate())
     s, log = streams(delay=lambda name: 1e-3), []
+    threads = set(threading.enumerate()) - others
+    assert len(threads) >= len(Stream)
     last: list[Ticket] = []
     for i in range(20):
         last = [s.submit(list(Stream)[i % 7], lambda i=i: log.append(i), last, name="x")]
     s.close()
     s.close()
     assert log == list(range(20))
-    assert threading.active_count() == before
+    assert not any(t.is_alive() for t in threads)
     with pytest.raises(RuntimeError, match="closed"):
         s.submit(Stream.GPU, lambda: None)
 
 
 def test_callbacks_run_once_from_whichever_side_comes_last():
     for _ in range(300):
-        ticket, calls = Ticket("x"), []
-        threads = [threading.Thread(target=ticket.add_done_callback, args=(lambda: calls.append(1),)) for _ in range(3)]
+        ticket, calls = Ticket("x"), SimpleQueue()
+        threads = [threading.Thread(target=ticket.add_done_callback, args=(partial(calls.put, 1),)) for _ in range(3)]
         threads.append(threading.Thread(target=ticket._mark_done))
         random.shuffle(threads)
         for t in threads:
             t.start()
         for t in threads:
             t.join()
-        assert len(calls) == 3
+        assert calls.qsize() == 3
 
 
 @pytest.mark.parametrize("seed", range(20))

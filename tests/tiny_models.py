@@ -125,6 +125,35 @@ class PlainViT(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
+class Blocks(nn.Module):
+    """Token embedding, blocks, head. `glue(self, i, h, first, previous)` runs before block i."""
+
+    glue: Callable[..., Tensor]
+
+    def __init__(self, glue: Callable[..., Tensor], block: Callable[[], nn.Module] | None = None, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tok = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList((block or (lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())))() for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(layers))
+        self.scale = nn.Parameter(torch.rand(layers, 16) + 0.5)
+        self.head = nn.Linear(16, VOCAB)
+        self.register_buffer("table", torch.randn(10, 16))
+        self.glue_fn = glue
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        h = first = self.tok(input_ids)
+        outs = [h]
+        for i, block in enumerate(self.blocks):
+            h = block(self.glue_fn(self, i, h, first, outs))
+            outs.append(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+
+
+def no_glue(self: Blocks, i: int, h: Tensor, first: Tensor, outs: list[Tensor]) -> Tensor:
+    return h
+
+
 def classification_loss(outputs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Sum of cross-entropies over labels that are not -100, and how many those are."""
     return F.cross_entropy(outputs, batch["target"], reduction="sum", ignore_index=-100), (batch["target"] != -100).sum()

@@ -1,0 +1,194 @@
+"""What the ranks of the multi-rank tests run: module-level functions for the `run_ranks` fixture, results as JSON."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_models import PlainGPT, lm_batch
+from training import Trained, norm_wise, state_of, train_plainly
+
+import slidedp
+
+OPTIMIZER = slidedp.AdamW(lr=1e-2)
+
+
+def start() -> tuple[int, int]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def shares(world: int, step: int) -> list[dict[str, torch.Tensor]]:
+    """Every rank's batch of a step: different numbers of valid tokens, and (from the second step on) one rank with none."""
+    out = []
+    for rank in range(world):
+        batch = lm_batch(seed=100 * step + rank, batch=2, seq=10)
+        batch["labels"][:, : 1 + 2 * rank] = -100
+        if world > 1 and step and rank == step % world:
+            batch["labels"][:] = -100
+        out.append(batch)
+    return out
+
+
+def mean_over_all(gpt: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return gpt(**batch)
+
+
+def reference(world: int, num_steps: int) -> Trained:
+    """Plain PyTorch on the concatenated batch: its mean is over all valid tokens."""
+    batches = [{k: torch.cat([s[k] for s in shares(world, t)]) for k in ("input_ids", "labels")} for t in range(num_steps)]
+    return train_plainly(model(), batches, OPTIMIZER, mean_over_all)
+
+
+def model(width: int = 64, layers: int = 3) -> torch.nn.Module:
+    """Without trainable key biases: their gradient is zero but for rounding, which Adam would blow up to full steps."""
+    torch.manual_seed(0)
+    gpt = PlainGPT(width=width, layers=layers)
+    for block in gpt.blocks:
+        block.qkv.bias.requires_grad_(False)
+    return gpt
+
+
+def build(rank: int) -> torch.nn.Module:
+    """Rank 0 has the weights; the others build on meta, and never hold a copy."""
+    with torch.device("cpu" if rank == 0 else "meta"):
+        return model()
+
+
+def train(rank: int, world: int, num_steps: int, **options: Any) -> tuple[Trained, dict[str, int], torch.nn.Module]:
+    plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, **options)
+    losses, grads = [], {}
+    for step in range(num_steps):
+        losses.append(plan.run(shares(world, step)[rank]).loss)
+        grads = grads or state_of(plan).grads
+    done = state_of(plan)
+    counters = plan.counters()
+    plan.close()
+    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, grads), counters, plan._model
+
+
+def against_plain_pytorch(num_steps: int) -> dict[str, float]:
+    """Worst norm-wise differences over all tensors, this rank's view."""
+    rank, world = start()
+    initial = {n: p.detach().clone() for n, p in model().named_parameters()}
+    want = reference(world, num_steps)
+    got, _, closed = train(rank, world, num_steps, policy={"delivery": "sharded", "chunks": 3})
+    names = list(want.exp_avg)
+    assert all(torch.equal(p, got.params[n]) for n, p in closed.named_parameters()), "closed model lost its weights"
+    dist.barrier()
+    return {
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True)),
+        "grads": max(norm_wise(got.grads[n], want.grads[n]) for n in names),
+        "moments": max(norm_wise(getattr(got, m)[n], getattr(want, m)[n]) for n in names for m in ("exp_avg", "exp_avg_sq")),
+        "weight_change": max(norm_wise(got.params[n] - initial[n], want.params[n] - initial[n]) for n in names),
+    }
+
+
+def datapaths(full: bool) -> dict[str, Any]:
+    """Digests of the same three steps over every route, source, chunking and window; all must be one."""
+    rank, world = start()
+    chunks = [(1, 1), (3, 7), (7, 3)] if full else [(1, 7), (3, 1)]
+    windows = (2, 3, 99) if full else (2, 99)
+    digests: dict[str, list[str]] = {}
+    for d, r, s, (c, k), w in product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow"), chunks, windows):
+        policy = {"delivery": d, "reduction": r, "source": s, "delivery_chunks": c, "return_chunks": k, "window": w}
+        got, _, _ = train(rank, world, 3, policy=policy)
+        digests.setdefault(got.digest(), []).append(str(policy))
+    return {"digests": list(digests), "runs": sum(map(len, digests.values())), "odd": [v for v in digests.values()][1:]}
+
+
+def counters() -> dict[str, dict[str, int]]:
+    """Bytes this rank moved and parameters it updated, in two steps, sharded and replicated."""
+    rank, world = start()
+    out = {}
+    for delivery in ("sharded", "replicated"):
+        _, counts, closed = train(rank, world, 2, policy={"delivery": delivery, "source": "shadow", "window": 99})
+        out[delivery] = counts
+    out["model"] = {"params": sum(p.numel() for p in closed.parameters() if p.requires_grad)}
+    return out
+
+
+def memory(width: int, layers: int) -> dict[str, int]:
+    """Proportional set size of the shared segments of this rank, summed over ranks by the test, beside what they hold."""
+    rank, _ = start()
+    with torch.device("cpu" if rank == 0 else "meta"):
+        gpt = PlainGPT(width=width, layers=layers)
+    plan = slidedp.compile(gpt, "cpu", example=lm_batch(), policy={"source": "cast"})
+    plan.run(lm_batch())
+    plan.synchronize()
+    dist.barrier()
+    host = plan._machine.state.bytes_by_place()
+    result = {"pss": shared_pss(), "master": host["master"], "moments": host["moments"], "all": sum(host.values()),
+              "params": sum(p.numel() for p in plan.model.parameters())}
+    dist.barrier()
+    plan.close()
+    return result
+
+
+def shared_pss() -> int:
+    """Bytes of memfd mappings, each page counted as 1/n where n processes map it (Linux, Documentation/filesystems/proc)."""
+    total, ours = 0, False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
+                ours = "memfd:" in line
+            elif ours and line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+def bad_batch_on_one_rank() -> str:
+    """Rank 1 gets an id outside the vocabulary; both say so, nothing changes, and the next step runs."""
+    rank, world = start()
+    plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER)
+    plan.run(shares(world, 0)[rank])
+    before = state_of(plan).digest()
+    batch = shares(world, 1)[rank]
+    if rank == 1:
+        batch["input_ids"][0, 0] = 9999
+    try:
+        plan.run(batch)
+        message = "no error"
+    except ValueError as e:
+        message = str(e)
+    assert state_of(plan).digest() == before
+    plan.run(shares(world, 1)[rank])
+    assert state_of(plan).digest() != before
+    plan.close()
+    return message
+
+
+def until_killed(ready: str) -> str:
+    """Train for ever; the test kills one rank."""
+    rank, world = start()
+    plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER)
+    for step in range(100000):
+        plan.run(shares(world, step)[rank])
+        if step == 3:
+            with open(f"{ready}.{rank}", "w") as f:
+                f.write(str(os.getpid()))
+    return "not killed"
+
+
+def on_the_gpu() -> dict[str, Any]:
+    """Ten steps on the CUDA device over all four datapaths; the global batch is the same for any number of ranks."""
+    from training import Trained
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    rank, world = start()
+    losses, digests = [], []
+    for delivery, reduction in product(("replicated", "sharded"), ("gpu", "cpu")):
+        plan = slidedp.compile(model(), optimizer=slidedp.AdamW(lr=1e-3), device="cuda",
+                               policy={"delivery": delivery, "reduction": reduction, "chunks": 3})
+        losses = []
+        for step in range(10):
+            whole = lm_batch(seed=step, batch=4, seq=32)
+            losses.append(plan.run({k: v.chunk(world)[rank] for k, v in whole.items()}).loss)
+        params = {n: p.detach().clone() for n, p in plan.model.named_parameters()}
+        digests.append(Trained(losses, params, {}, {}, {}).digest())
+        plan.close()
+    return {"losses": losses, "digests": digests}

@@ -1,0 +1,114 @@
+"""Races are found by injected delays, not by luck: any timing of the ops gives the same bits; and the text is what runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny_models import PlainGPT, lm_batch
+from training import state_of
+
+import slidedp
+from slidedp.compiler.ops import OpKind, Stream
+from slidedp.compiler.text import parse_graph, print_graph
+from slidedp.executor.machine import MachineOptions
+from slidedp.passes.verify import check
+
+pytestmark = pytest.mark.cpu
+
+OPTIMIZER = slidedp.AdamW(lr=1e-2)
+POLICIES = [
+    {"window": 2, "chunks": 3, "source": "cast", "staging_slots": 2},
+    {"window": 1, "delivery_chunks": 1, "return_chunks": 5, "source": "shadow"},
+    {"window": 3, "delivery_chunks": 4, "return_chunks": 2, "grad_slots": 1, "source": "cast", "staging_slots": 1},
+]
+
+
+def plan_of(policy, options=MachineOptions()):  # noqa: B008  (frozen)
+    torch.manual_seed(0)
+    plan = slidedp.compile(PlainGPT(width=32), "cpu", optimizer=OPTIMIZER, policy=policy)
+    plan._options = options
+    return plan
+
+
+def train(plan, steps=3):
+    with plan:
+        losses = [plan.run(lm_batch(seed=t)).loss for t in range(steps)]
+        trained = state_of(plan)
+    trained.losses = losses
+    return trained
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    digests = {train(plan_of(policy)).digest() for policy in POLICIES}
+    assert len(digests) == 1
+    return digests.pop()
+
+
+def delays(seed):
+    """Mostly none, sometimes long, and some ops always slow: what makes rare orders common."""
+    rng = random.Random(seed)
+    slow = rng.choice(list(OpKind)).value
+
+    def delay(name):
+        if name.startswith(slow) or (slow == "cpu_update" and name.startswith("cpu_update")):
+            return 1e-3
+        return rng.random() * 1e-3 if rng.random() < 0.2 else 0.0
+
+    return delay
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_delays_change_no_bit(undisturbed, block):
+    """50 seeds a block, 200 in all, over three policies; released slots are filled with NaN."""
+    for seed in range(50 * block, 50 * block + 50):
+        plan = plan_of(POLICIES[seed % len(POLICIES)], MachineOptions(delay=delays(seed), poison=True))
+        assert train(plan).digest() == undisturbed, f"seed {seed}"
+
+
+def test_a_missing_edge_is_found_by_delays(undisturbed):
+    """The test above can fail: without the edges from updates, a delivery brings the weights of the step before."""
+    plan = plan_of({"window": 2, "chunks": 1}, MachineOptions(delay=lambda name: 0.02 * name.startswith("cpu_update.L01")))
+    plan._start(lm_batch(seed=0))
+    spec = plan._current
+    cut = tuple(e for e in spec.graph.edges if not e.src.startswith("cpu_update"))
+    assert check(spec.graph.with_(edges=cut))
+    object.__setattr__(spec, "graph", spec.graph.with_(edges=cut))
+    try:
+        outcome = train(plan).digest()
+    except RuntimeError as e:  # autograd noticed that a slot was refilled under it
+        outcome = str(e)
+    assert outcome != undisturbed
+
+
+def test_reordered_text_reorders_the_issue_and_no_bit(undisturbed):
+    """Swap two deliveries in the text: what is issued follows the text, the result does not care."""
+    plan = plan_of({"window": 3, "chunks": 1})
+    plan._start(lm_batch(seed=0))
+    spec = plan._current
+    lines = print_graph(spec.graph).splitlines()
+    first, second = (next(i for i, s in enumerate(lines) if s.strip().startswith(f"h2d.fwd.{n}.c0 ")) for n in ("L00", "L01"))
+    lines[first], lines[second] = lines[second], lines[first]
+    edited = parse_graph("\n".join(lines))
+    assert check(edited) == ()
+    object.__setattr__(spec, "graph", edited)
+    issued = []
+    plan._machine.streams.trace = lambda name, stream, start, end: issued.append(name) if stream is Stream.H2D else None
+    assert train(plan).digest() == undisturbed
+    order = [n for n in issued if n.startswith("h2d.fwd")][:3]
+    assert order == ["h2d.fwd.L01.c0", "h2d.fwd.L00.c0", "h2d.fwd.L02.c0"]
+
+
+def test_updates_run_under_the_next_forward(undisturbed):
+    """Updates of step t are still at work while forward t+1 runs, on a plan whose updates are slowed down."""
+    events = []
+    options = MachineOptions(delay=lambda name: 0.01 * name.startswith("cpu_update"), trace=lambda *e: events.append(e))
+    trained = train(plan_of({"window": 2, "chunks": 2}, options))
+    assert trained.digest() == undisturbed
+    forwards = [(start, name) for name, _, start, _ in events if name.startswith("fwd.")]
+    second = min(start for start, name in sorted(forwards)[3:6])
+    late = [name for name, stream, start, end in events if stream is Stream.CPU and start > second]
+    per_step = sum(stream is Stream.CPU for _, stream, *_ in events) // 3
+    assert len(late) > 2 * per_step, "no update of the first step ran after the second forward had begun"
