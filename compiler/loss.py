@@ -31,19 +31,28 @@ _REMEDY = "pass loss_fn=, a function of (outputs, batch) that returns (sum of th
 class ValidCount:
     """Number of loss-bearing elements of a batch: a constant of its shapes, or what `slice` gives.
 
-    With `targets`, the slice gives class indices and the elements that are not `ignore_index` count.
+    With `num_classes`, the slice gives class indices: those that are not `ignore_index` count, and must be below it.
     """
 
     constant: int = 0
     slice: Slice | None = None
-    targets: bool = False
+    num_classes: int = 0
     ignore_index: int = -100
 
     def __call__(self, batch: Mapping[str, Tensor]) -> int:
         if self.slice is None:
             return self.constant
         value = self.slice.evaluate(batch)
-        return int((value != self.ignore_index).sum()) if self.targets else int(value)
+        if not self.num_classes:
+            return int(value)
+        valid = value[value != self.ignore_index]
+        if valid.numel() and not 0 <= (low := int(valid.min())) <= (high := int(valid.max())) < self.num_classes:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"the loss's targets hold {wrong}, outside its {self.num_classes} classes; mark labels that do not count with "
+                f"{self.ignore_index}"
+            )
+        return valid.numel()
 
 
 @dataclass(frozen=True)
@@ -115,4 +124,5 @@ def _mean_over(loss: fx.Node, recorder: MetaRecorder) -> ValidCount:
         part = make_slice(target, recorder.model, recorder.meta.buffers, "the target of the loss")
     except TraceError as e:
         raise TraceError(f"{e}; or {_REMEDY}") from e
-    return ValidCount(slice=part, targets=True, ignore_index=a["ignore_index"])
+    classes = a["input"].meta["val"].shape[1 if a["input"].meta["val"].dim() > 1 else 0]
+    return ValidCount(slice=part, num_classes=classes, ignore_index=a["ignore_index"])

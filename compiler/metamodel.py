@@ -7,6 +7,7 @@ model is as it was, whatever its Python did meanwhile (cached tables, counters, 
 from __future__ import annotations
 
 import random
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ def on_meta(model: nn.Module, compute_dtype: torch.dtype) -> Iterator[MetaModel]
                 for key, t in table.items():
                     if t is not None:
                         table[key] = meta.stand_ins[id(t)]
-        yield meta
+        with no_triton():
+            yield meta
     finally:
         for snapshot in saved:
             _restore(*snapshot)
@@ -97,6 +99,27 @@ def on_meta(model: nn.Module, compute_dtype: torch.dtype) -> Iterator[MetaModel]
             f"{type(model).__name__}.forward draws from Python's `random`: the choice would be the same in every step; "
             "use torch.rand inside a layer"
         )
+
+
+@contextmanager
+def no_triton() -> Iterator[None]:
+    """Triton kernels raise instead of running: on a meta tensor one would read address 0 of the GPU and end the process's
+    use of it. What cannot run is then a leaf whose output is assumed, or named in an error.
+    """
+    triton = sys.modules.get("triton.runtime.jit")
+    if triton is None:
+        yield
+        return
+    run = triton.JITFunction.run
+
+    def refuse(kernel: Any, *args: object, **kwargs: object) -> None:
+        raise RuntimeError(f"Triton kernel {getattr(kernel, '__name__', kernel)} cannot run on meta tensors")
+
+    triton.JITFunction.run = refuse
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = run
 
 
 def _snapshot(m: nn.Module) -> tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]:

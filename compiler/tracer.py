@@ -157,7 +157,7 @@ def _assemble(
     stages = tuple(_stage(s, p, groups, recorder.meta, seen) for s, p in zip(segments, programs, strict=True))
     read = set(itertools.chain.from_iterable(reads.values()))
     found = Trace(
-        graph=LayerGraph(stages, groups, world_size, str(dtype).removeprefix("torch."), type(model).__name__),
+        graph=LayerGraph(stages, groups, world_size, str(dtype).removeprefix("torch."), model=type(model).__name__),
         programs=programs,
         guards=tuple(recorder.guards),
         batch_keys=tuple(recorder.inputs),

@@ -26,6 +26,9 @@ TIMEOUT = timedelta(minutes=30)
 """For a peer that is alive and late; dead ones are found by the watchdog (executor/liveness.py) or a lost connection."""
 
 
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
 class SingleRank:
     """The interface, for one rank."""
 
@@ -94,7 +97,7 @@ class RankCollectives(SingleRank):
         """In place: NCCL and gloo allow the input to be its own place in the output."""
         part = part.view(torch.uint8) if self._as_bytes else part
         size = part.numel() // self.world_size
-        dist.all_gather_into_tensor(part, part[self.rank * size : (self.rank + 1) * size], group=self._data)
+        _all_gather(part, part[self.rank * size : (self.rank + 1) * size], group=self._data)
 
     def _exchange(self, part: Tensor, received: Tensor) -> None:
         """`received` = shard number `rank` of every rank's `part`, in rank order."""
@@ -135,7 +138,7 @@ class RankCollectives(SingleRank):
     def gather_ints(self, values: list[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64)
         everyone = torch.empty(self.world_size * len(values), dtype=torch.int64)
-        dist.all_gather_into_tensor(everyone, own, group=self._control)
+        _all_gather(everyone, own, group=self._control)
         return everyone.view(self.world_size, -1).tolist()
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
@@ -237,7 +240,8 @@ def _share_a_gpu(device: torch.device) -> bool:
     identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).int
     own = torch.tensor([identity >> 96, identity >> 64 & 0xFFFFFFFF, identity >> 32 & 0xFFFFFFFF, identity & 0xFFFFFFFF])
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    everyone = torch.empty(dist.get_world_size(), 4, dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, own, group=group)
+    everyone = torch.empty(dist.get_world_size() * 4, dtype=torch.int64)
+    _all_gather(everyone, own, group=group)
     dist.destroy_process_group(group)
-    return len({tuple(row) for row in everyone.tolist()}) < len(everyone)
+    devices = {tuple(row) for row in everyone.view(-1, 4).tolist()}
+    return len(devices) < dist.get_world_size()

@@ -257,6 +257,7 @@ class Machine:
         step.last_compute = interpreter.last_compute
 
     def wait_compute(self, step: Step) -> None:
+        step.compute_ended.wait()
         self.wait(step.tickets[step.last_compute])
 
     def synchronize(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ class Step:
     updated: set[str] = field(default_factory=set)
     last_compute: str = ""
     wall_s: float = 0.0
+    compute_ended: threading.Event = field(default_factory=threading.Event)
     _loss: torch.Tensor | None = None
     _global_loss: float | None = None
 
@@ -103,6 +105,7 @@ class Step:
         now = time.perf_counter()
         self.wall_s = now - max(self.started_s, self.machine.compute_end_s)
         self.machine.compute_end_s = now
+        self.compute_ended.set()
 
 
 class StepResult:
@@ -144,8 +147,7 @@ class StepResult:
 
     @property
     def wall_s(self) -> float:
-        if not self._step.wall_s:
-            self._step.machine.wait_compute(self._step)
+        self._step.machine.wait_compute(self._step)
         return self._step.wall_s
 
     @property
