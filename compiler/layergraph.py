@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 """Bytes an element, of the dtypes that weights and gradients may have on the device."""
@@ -145,7 +146,7 @@ def cut_chunks(numel: int, num_chunks: int, world_size: int = 1) -> tuple[tuple[
     units = numel // unit
     num_chunks = min(num_chunks, units)
     bounds = [units * i // num_chunks * unit for i in range(num_chunks + 1)] if num_chunks else [0]
-    return tuple(zip(bounds, bounds[1:], strict=False))
+    return tuple(pairwise(bounds))
 
 
 def shard(lo: int, hi: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class ValidCount:
                 f"the loss's targets hold {wrong}, outside its {self.num_classes} classes; mark labels that do not count with "
                 f"{self.ignore_index}"
             )
-        return valid.numel()
+        return int(valid.numel())
 
 
 @dataclass(frozen=True)

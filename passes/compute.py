@@ -43,12 +43,14 @@ class Compute(Pass):
 
     def forward(self, i: int) -> Op:
         stage, after = self.layers.stages[i], self.layers.stages[i + 1]
-        out = (Ref(f"h.{after.name}"),)
+        out: tuple[Ref, ...] = (Ref(f"h.{after.name}"),)
         if stage.kind is StageKind.PROLOGUE:
-            reads, name, kind = (Ref("batch"),), stage.name, OpKind.PROLOGUE
+            reads: tuple[Ref, ...] = (Ref("batch"),)
+            name, kind = stage.name, OpKind.PROLOGUE
             out += (Ref("const"),)
         else:
-            reads, name, kind = (Ref(f"h.{stage.name}"), Ref("const")), f"fwd.{stage.name}", OpKind.FORWARD
+            reads = (Ref(f"h.{stage.name}"), Ref("const"))
+            name, kind = f"fwd.{stage.name}", OpKind.FORWARD
         return Op(name, kind, Stream.GPU, stage.name, None, reads + self.weight_refs(stage, "fwd"), out,
                   bytes=after.boundary_bytes, flops=stage.flops)
 

@@ -34,7 +34,8 @@ class Updates(Pass):
             for ref in op.reads:
                 if ref.persistent and op.kind is not OpKind.CPU_UPDATE:
                     needed.setdefault(ref.group, i)
-        return graph.with_(ops=tuple(replace(op, deadline=needed[op.layer]) if op.kind is OpKind.CPU_UPDATE else op for op in ops))
+        timed = (replace(op, deadline=needed[op.layer]) if op.kind is OpKind.CPU_UPDATE else op for op in ops)
+        return graph.with_(ops=tuple(timed))
 
     def update(self, gradient: Ref) -> Op:
         group, chunk, world = self.layers.group(gradient.group), gradient.chunk, self.layers.world_size

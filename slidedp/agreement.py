@@ -15,6 +15,7 @@ def agree_on_decisions(decisions: Decisions, layers: LayerGraph, collectives: Co
     """Rank 0's `decisions` on every rank, sent as text: no pickle. Collective."""
     if collectives.world_size == 1:
         return decisions
-    pins = {key: getattr(decisions, key) for key in PLAN_KEYS} | {"layers": {name: asdict(d) for name, d in decisions.groups.items()}}
+    pins = {key: getattr(decisions, key) for key in PLAN_KEYS}
+    pins["layers"] = {name: asdict(d) for name, d in decisions.groups.items()}
     received = json.loads(collectives.broadcast_bytes(json.dumps(pins).encode()))
     return apply_policy(decisions, received, layers, where="rank 0's decisions")

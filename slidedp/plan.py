@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
 from slidedp.batch import BatchError, check_batch
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memory import Memory
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline

@@ -38,13 +38,15 @@ def describe(spec: Specialisation) -> str:
         f"SlideDP plan: {layers.model}, {num_params / 1e6:.1f} M parameters, {len(layers.layers)} layers, "
         f"{layers.world_size} rank{'s' if layers.world_size > 1 else ''}, {DTYPE_NAMES[spec.settings.compute_dtype]} compute, "
         f"profile {spec.settings.hw.name}",
-        f"  window {d.window} weight slots, {d.grad_slots} gradient slots; {len(spec.graph.ops)} ops, {len(spec.graph.edges)} edges",
+        f"  window {d.window} weight slots, {d.grad_slots} gradient slots; {len(spec.graph.ops)} ops, "
+        f"{len(spec.graph.edges)} edges",
     ]
     for names, decision in runs([(g.name, d.of(g.name)) for g in layers.groups]):
         lines.append(f"  {names}: {decision.source} -> {decision.delivery} x{decision.delivery_chunks}, gradients "
                      f"{decision.reduction} x{decision.return_chunks}, activations {decision.act}")
     lines += [
         f"  device {format_bytes(memory.hbm_bytes)}, host {format_bytes(memory.host_bytes)} (once, for all ranks)",
-        f"  predicted step {timeline.step_us / 1e3:.1f} ms, {predicted_tokens_per_s(spec):.0f} tokens/s, bound by {timeline.bottleneck}",
+        f"  predicted step {timeline.step_us / 1e3:.1f} ms, {predicted_tokens_per_s(spec):.0f} tokens/s, "
+        f"bound by {timeline.bottleneck}",
     ]
     return "\n".join(lines)

@@ -81,7 +81,8 @@ def test_delays_and_poison_change_no_bit():
     for seed in range(20):
         rng = random.Random(seed)
         options = MachineOptions(delay=lambda name, rng=rng: rng.random() * 2e-3 * (rng.random() < 0.3), poison=True)
-        got = train_streamed(model, batches, options, policy={"window": 2, "chunks": 3, "source": "cast" if seed % 2 else "shadow"})
+        policy = {"window": 2, "chunks": 3, "source": "cast" if seed % 2 else "shadow"}
+        got = train_streamed(model, batches, options, policy=policy)
         assert got[0] == want[0]
         assert all(torch.equal(got[1][n], p) for n, p in want[1].items())
     torch.use_deterministic_algorithms(False)

@@ -56,7 +56,8 @@ def test_golden(case, golden):
 def test_evaluation_graph_is_the_forward(golden):
     layers = tiny(3, 2)
     graph = lower(layers, uniform(layers, delivery=Route.SHARDED, source=Source.CAST), training=False)
-    assert {op.kind for op in graph} == {OpKind.HOST_CAST, OpKind.H2D, OpKind.ALL_GATHER, OpKind.PROLOGUE, OpKind.FORWARD, OpKind.EPILOGUE}
+    deliveries = {OpKind.HOST_CAST, OpKind.H2D, OpKind.ALL_GATHER}
+    assert {op.kind for op in graph} == deliveries | {OpKind.PROLOGUE, OpKind.FORWARD, OpKind.EPILOGUE}
     golden("passes_evaluation.txt", print_graph(graph))
 
 
@@ -76,11 +77,11 @@ def test_every_combination_is_sound(world, window):
         assert {op.stream for op in graph} >= {Stream.GPU, Stream.H2D, Stream.D2H, Stream.CPU}
 
 
-@pytest.mark.parametrize(("world", "route"), [(1, ROUTES[4]), (2, ROUTES[1]), (2, ROUTES[10]), (3, ROUTES[13]), (2, ROUTES[16]), (4, ROUTES[22])])
+@pytest.mark.parametrize(("world", "route"), [(1, 4), (2, 1), (2, 10), (3, 13), (2, 16), (4, 22)])
 def test_every_edge_is_needed(world, route):
     """The mutation contract: delete any single edge of a lowered plan and the verifier names what breaks."""
     layers = tiny(3, world, layer=64 * 12 * 7, frozen=64 * 12)
-    graph = lower(layers, uniform(layers, **route))
+    graph = lower(layers, uniform(layers, **ROUTES[route]))
     for edge in graph.edges:
         mutant = graph.with_(edges=tuple(e for e in graph.edges if e is not edge))
         violations = check(mutant)
@@ -133,7 +134,8 @@ def test_frozen_groups_are_delivered_but_never_updated():
 def test_staging_slots_are_not_refilled_too_early():
     """More chunks than staging or reduce slots: two chunks of one value meet in a slot, and must be ordered."""
     layers = tiny(2, 2, layer=64 * 2 * 9)
-    decisions = replace(uniform(layers, source=Source.CAST, delivery=Route.SHARDED, delivery_chunks=9, return_chunks=9), staging_slots=2)
+    nine = dict(source=Source.CAST, delivery=Route.SHARDED, delivery_chunks=9, return_chunks=9)
+    decisions = replace(uniform(layers, **nine), staging_slots=2)
     graph = lower(layers, decisions)
     waits = {(e.src, e.dst) for e in graph.edges}
     assert ("h2d.fwd.L00.c0", "host_cast.fwd.L00.c2") in waits

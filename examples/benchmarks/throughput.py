@@ -2,9 +2,9 @@
 
     python examples/benchmarks/throughput.py --size 4B --batch 16,64
 
-Random weights, synthetic tokens. The reference keeps BF16 weights on the GPU, recomputes every layer, and has no optimizer: what
-the GPU alone could do. One JSON line a run; ratios are what to quote, since hosts differ. Liger kernels (rotary, norm, SwiGLU) are
-used on both sides where installed. Host memory is the process's proportional set size.
+Random weights, synthetic tokens. The reference keeps BF16 weights on the GPU, recomputes every layer, and has no optimizer:
+what the GPU alone could do. One JSON line a run; ratios are what to quote, since hosts differ. Liger kernels (rotary, norm,
+SwiGLU) are used on both sides where installed. Host memory is the process's proportional set size.
 """
 
 from __future__ import annotations
