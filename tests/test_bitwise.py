@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import PlainGPT, all_cases, family, lm_batch
 from torch import nn
-from training import assert_same_bits, loss_of_output, norm_wise, train_plainly, train_planned
+from training import assert_same_bits, loss_of_output, norm_wise, rounded, train_plainly, train_planned, train_resident
 
 import slidedp
 
@@ -125,6 +125,16 @@ def test_odd_shared_and_unused_parameters(policy):
     batches = [{"x": torch.randn(4, 5), "target": torch.randn(4, 3)} for _ in range(4)]
     want = train_plainly(model, batches, OPTIMIZER, loss_of_output)
     assert_same_bits(train_planned(model, batches, OPTIMIZER, update_kernel="torch", policy=policy), want)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama-padded", "qwen3-none"])
+def test_bf16_equals_the_resident_recipe(name):
+    """BF16 weights, activations and gradients, FP32 masters: bit for bit what a trainer that holds them all does."""
+    case = CASES[name]
+    model, batches = rounded(case.model()), [case.batch(seed) for seed in range(1, 6)]
+    want = train_resident(model, batches, OPTIMIZER, "cpu")
+    got = train_planned(model, batches, OPTIMIZER, compute_dtype=torch.bfloat16, update_kernel="torch")
+    assert_same_bits(got, want)
 
 
 def test_bf16_compute_stays_close_to_fp32():

@@ -62,6 +62,48 @@ def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp
                    {n: s["exp_avg"] for n, s in state.items()}, {n: s["exp_avg_sq"] for n, s in state.items()}, grads)
 
 
+def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, device: str) -> Trained:
+    """BF16 weights and gradients, FP32 masters and moments, all on one device: the recipe that a plan streams.
+
+    `model` in BF16 on the device is used up; anything else is copied. Returned tensors are FP32, on the device.
+    """
+    if next(model.parameters()).dtype is not torch.bfloat16:
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        model = copy.deepcopy(model).to(device, torch.bfloat16)
+        for name, buffer in buffers.items():  # .to(bfloat16) rounds rotary tables too
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._buffers[key] = buffer.to(device)
+    params = dict(model.named_parameters())
+    masters = {n: p.detach().float() for n, p in params.items()}
+    groups = [{"params": [m], "weight_decay": optimizer.weight_decay if optimizer.decays(n) else 0.0} for n, m in masters.items()]
+    adam = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
+    losses, grads = [], {}
+    for batch in batches:
+        model.zero_grad(set_to_none=True)
+        loss = loss_of_output(model, {k: v.to(device) for k, v in batch.items()})
+        loss.backward()
+        losses.append(loss.item())
+        grads = grads or {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
+        for name, p in params.items():
+            masters[name].grad = None if p.grad is None else p.grad.float()
+            p.grad = None
+        adam.step()
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(masters[name])
+    state = {n: adam.state[m] for n, m in masters.items() if adam.state[m]}
+    return Trained(losses, {n: m.detach() for n, m in masters.items()}, {n: s["exp_avg"] for n, s in state.items()},
+                   {n: s["exp_avg_sq"] for n, s in state.items()}, grads)
+
+
+def rounded(model: nn.Module) -> nn.Module:
+    """Weights that BF16 holds exactly, so that every trainer starts from the same ones."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().float())
+    return model
+
+
 def loss_of_output(model: nn.Module, batch: Batch) -> Tensor:
     out = model(**batch)
     return out.loss if hasattr(out, "loss") else out
