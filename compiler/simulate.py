@@ -7,7 +7,7 @@ and edges over all ranks are local ones. Shared-rate contention is in the durati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -67,6 +67,15 @@ def simulate(graph: OpGraph, duration_us: Callable[[Op], int], num_steps: int = 
     run = _Run(graph, [duration_us(op) for op in graph.ops], num_steps)
     run.to_the_end()
     return run.timeline()
+
+
+def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_steps: int) -> Timeline:
+    """A Timeline from recorded (op, stream, start, end) in seconds of `num_steps` steps in a row. `critical` is empty."""
+    origin = min((start for _, _, start, _ in events), default=0.0)
+    spans = tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in events)
+    busy = {s: sum(span.end_us - span.start_us for span in spans if span.stream is s) // num_steps for s in Stream}
+    end = max((span.end_us for span in spans), default=0)
+    return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, ())
 
 
 class _Run:

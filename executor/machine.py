@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +36,9 @@ from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
 from slidedp.executor.streams import Ticket
 from slidedp.executor.words import AbortReason, PeerError
+
+Event = tuple[str, Stream, float, float]
+"""What one op did: name, stream, start and end in seconds."""
 
 DRAINED = 0
 """Word that a rank publishes when a step has nothing left to do on it."""
@@ -283,6 +287,16 @@ class Machine:
             ticket.wait_done()
         except BaseException as e:
             raise self.failure() from e
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Collects (op, stream, start, end), in seconds, of every op that starts in the block."""
+        events: list[Event] = []
+        before, self.streams.trace = self.streams.trace, lambda *event: events.append(event)
+        try:
+            yield events
+        finally:
+            self.streams.trace = before
 
     # ---- failure ----
 

@@ -53,15 +53,20 @@ def test_qwen3_shapes_follow_the_resident_trainer(size):
 
     config = Qwen3Config(**{k: v for k, v in PRESETS[f"qwen3-{size}"].items() if k != "model_type"}, use_cache=False)
     config._attn_implementation = "sdpa"
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).train()
-    torch.set_default_dtype(torch.float32)
+
+    def build():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            model = Qwen3ForCausalLM(config).train()
+        torch.set_default_dtype(torch.float32)
+        return model
+
     ids = [torch.randint(0, config.vocab_size, (4, 512)) for _ in range(4)]
     batches = [{"input_ids": ids[i % 4], "labels": ids[i % 4]} for i in range(20)]
-    want = train_resident(model, batches, OPTIMIZER, "cuda").losses
+    want = train_resident(build(), batches, OPTIMIZER, "cuda").losses
+    model = build().to("cpu", torch.float32)
     torch.cuda.empty_cache()
-    model = model.to("cpu", torch.float32)
     torch.cuda.reset_peak_memory_stats()
     with slidedp.compile(model, optimizer=OPTIMIZER, device="cuda") as plan:
         got = [plan.run(batch).loss for batch in batches]
@@ -93,6 +98,6 @@ def test_two_ranks_share_the_gpu(run_ranks):
     one = run_ranks(rank_cases.on_the_gpu, 1, timeout=200)[0].value
     two = [r.value for r in run_ranks(rank_cases.on_the_gpu, 2, timeout=200)]
     for value in two:
-        assert value["losses"] == pytest.approx(one["losses"], rel=2e-3)
+        assert value["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert two[0]["digests"] == two[1]["digests"]
     assert len(set(two[0]["digests"])) == 1

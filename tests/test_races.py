@@ -112,3 +112,13 @@ def test_updates_run_under_the_next_forward(undisturbed):
     late = [name for name, stream, start, end in events if stream is Stream.CPU and start > second]
     per_step = sum(stream is Stream.CPU for _, stream, *_ in events) // 3
     assert len(late) > 2 * per_step, "no update of the first step ran after the second forward had begun"
+
+
+def test_measure_records_every_op():
+    plan = plan_of({"window": 2, "chunks": 2})
+    with plan:
+        timeline = plan.measure(lm_batch(seed=t) for t in range(3))
+        predicted = plan.simulate()
+    assert sorted(s.op for s in timeline.spans) == sorted(3 * [s.op for s in predicted.spans])
+    assert set(timeline.busy_us) <= set(predicted.busy_us)
+    assert timeline.step_us > 0

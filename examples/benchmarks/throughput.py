@@ -47,7 +47,8 @@ def main() -> None:
             results = [plan.run(b) for b in batches]
             times = [r.wall_s for r in results][1:]
             report("slidedp", args, batch, times, host_gib=round(pss_bytes() / 2**30, 1), loss=round(results[-1].loss, 3),
-                   predicted_s=round(plan.simulate().step_us / 1e6, 4), utilisation=utilisation(plan))
+                   predicted_s=round(plan.simulate().step_us / 1e6, 4))
+            print(f"predicted {plan.simulate()}\nmeasured {plan.measure(tokens(batch, args.seq) for _ in range(3))}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -115,10 +116,6 @@ def report(system: str, args: argparse.Namespace, batch: int, times: list[float]
             "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2), **extra}
     print(json.dumps(line), flush=True)
-
-
-def utilisation(plan: slidedp.Plan) -> dict[str, float]:
-    return {str(stream): round(share, 2) for stream, share in plan.simulate().utilisation.items()}
 
 
 def pss_bytes() -> int:
