@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -102,16 +103,31 @@ def test_reordered_text_reorders_the_issue_and_no_bit(undisturbed):
 
 
 def test_updates_run_under_the_next_forward(undisturbed):
-    """Updates of step t are still at work while forward t+1 runs, on a plan whose updates are slowed down."""
-    events = []
-    options = MachineOptions(delay=lambda name: 0.01 * name.startswith("cpu_update"), trace=lambda *e: events.append(e))
-    trained = train(plan_of({"window": 2, "chunks": 2}, options))
+    """The last layer's update of step 1 is held until forward 2 has begun: it begins, and no bit changes.
+
+    The first update is held until all gradients are home, so that the queue takes the earliest deadlines first.
+    """
+    all_home, second_forward, overlapped, forwards = threading.Event(), threading.Event(), [], []
+
+    def hold(name):
+        if name == "fwd.L00":
+            forwards.append(name)
+            if len(forwards) == 2:
+                second_forward.set()
+        if name == "cpu_update.epilogue.c0":
+            all_home.wait(20)
+        if name.startswith("cpu_update.L02") and len(forwards) < 2:
+            overlapped.append(second_forward.wait(20))
+        return 0.0
+
+    def watch(name, stream, start, end):
+        if name == "d2h.prologue.c1":
+            all_home.set()
+
+    trained = train(plan_of({"window": 2, "chunks": 2}, MachineOptions(delay=hold, trace=watch)))
     assert trained.digest() == undisturbed
-    forwards = [(start, name) for name, _, start, _ in events if name.startswith("fwd.")]
-    second = min(start for start, name in sorted(forwards)[3:6])
-    late = [name for name, stream, start, end in events if stream is Stream.CPU and start > second]
-    per_step = sum(stream is Stream.CPU for _, stream, *_ in events) // 3
-    assert len(late) > 2 * per_step, "no update of the first step ran after the second forward had begun"
+    assert overlapped
+    assert all(overlapped), "forward 2 waits for an update that it does not need yet"
 
 
 def test_measure_records_every_op():
