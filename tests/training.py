@@ -62,10 +62,12 @@ def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp
                    {n: s["exp_avg"] for n, s in state.items()}, {n: s["exp_avg_sq"] for n, s in state.items()}, grads)
 
 
-def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, device: str) -> Trained:
+def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, device: str,
+                   state_device: str | None = None) -> Trained:
     """BF16 weights and gradients, FP32 masters and moments, all on one device: the recipe that a plan streams.
 
-    `model` in BF16 on the device is used up; anything else is copied. Returned tensors are FP32, on the device.
+    `model` in BF16 on the device is used up; anything else is copied. `state_device`: where masters and moments are instead.
+    Returned tensors are FP32, where the masters are.
     """
     if next(model.parameters()).dtype is not torch.bfloat16:
         buffers = {n: b.clone() for n, b in model.named_buffers()}
@@ -74,7 +76,7 @@ def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slided
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._buffers[key] = buffer.to(device)
     params = dict(model.named_parameters())
-    masters = {n: p.detach().float() for n, p in params.items()}
+    masters = {n: p.detach().to(state_device or device, torch.float32, copy=True) for n, p in params.items()}
     groups = [{"params": [m], "weight_decay": optimizer.weight_decay if optimizer.decays(n) else 0.0} for n, m in masters.items()]
     adam = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
     losses, grads = [], {}
@@ -85,7 +87,7 @@ def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slided
         losses.append(loss.item())
         grads = grads or {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
         for name, p in params.items():
-            masters[name].grad = None if p.grad is None else p.grad.float()
+            masters[name].grad = None if p.grad is None else p.grad.to(masters[name].device).float()
             p.grad = None
         adam.step()
         with torch.no_grad():
