@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,12 @@ DRAINED = 0
 
 VERDICT_S = 12.0
 """How long a failed collective waits for the watchdog to say whether a rank has died."""
+
+
+def update_threads(device: torch.device, world_size: int) -> int:
+    """CPU threads of a rank's update: its share of the cores, less two for those that issue work to a GPU."""
+    share = max(len(os.sched_getaffinity(0)) // world_size, 1)
+    return share - 2 if device.type == "cuda" and share >= 8 else share
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,9 @@ class Machine:
         self.binding.adopt(self.state)
         for buffer in self.state.dma_buffers():
             self.backend.register(buffer)
-        self.adam = CpuAdam(self.state, layers.groups, optimizer, kernel=options.update_kernel, num_threads=options.num_threads)
-        self.casting, self.summing = (
-            HostKernels(options.update_kernel, options.num_threads, num_ranks=self.world_size, quiet=True) for _ in range(2))
+        threads = options.num_threads or update_threads(device, self.world_size)
+        self.adam = CpuAdam(self.state, layers.groups, optimizer, kernel=options.update_kernel, num_threads=threads)
+        self.casting, self.summing = (HostKernels(options.update_kernel, threads, quiet=True) for _ in range(2))
         self.slots = self.allocate(graph, compute_dtype, grad_dtype)
         self.leaf_views: dict[tuple[str, str], list[Tensor]] = {}
         self.streams = self.backend.open_streams(delay=options.delay, trace=options.trace)

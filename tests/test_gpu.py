@@ -72,8 +72,9 @@ def stream(model, batches, optimizer, **options):
     with slidedp.compile(model, optimizer=optimizer, device="cuda", **options) as plan:
         losses = [plan.run(batch).loss for batch in batches]
         plan.synchronize()
-        print(f"\nlosses {losses[0]:.4f} .. {losses[-1]:.4f}; reserved {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB, "
-              f"allocated {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, of which planned {plan.memory().hbm_bytes / 2**30:.1f}")
+        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        print(f"\nlosses {losses[0]:.4f} .. {losses[-1]:.4f}; GiB reserved {reserved / 2**30:.1f}, "
+              f"allocated {allocated / 2**30:.1f}, planned {plan.memory().hbm_bytes / 2**30:.1f}")
     return losses, dict(model.named_parameters())
 
 
