@@ -44,7 +44,10 @@ def find_ranks(device: str | torch.device | None = None) -> Ranks:
 def pick_device(device: str | torch.device | None, local_rank: int) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {str(device)!r} is not known to torch; use 'cuda' or 'cpu'") from None
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device {str(device)!r}: this machine (or this build of torch) has no CUDA; use device='cpu'")
