@@ -18,7 +18,7 @@ from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
-from slidedp.compiler.memory import Memory, estimate_memory
+from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.policy import apply_policy
 from slidedp.compiler.units import format_bytes
@@ -103,8 +103,8 @@ def num_chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     return max(1, min(MAX_CHUNKS, round(num_bytes / chunk_bytes)))
 
 
-def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host_budget: int) -> Memory:
-    """Memory of the plan. ValueError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
+def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host_budget: int) -> MemoryReport:
+    """What the plan needs. ValueError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
     memory = estimate_memory(graph, decisions)
     if memory.hbm_bytes > hbm_budget:
         raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -44,6 +45,8 @@ class ValidCount:
             return self.constant
         value = self.slice.evaluate(batch)
         if not self.num_classes:
+            if value != int(value) or value < 0:
+                raise ValueError(f"loss_fn's count is {value.item()}: it must be a whole number, 0 or more")
             return int(value)
         valid = value[value != self.ignore_index]
         if valid.numel() and not 0 <= (low := int(valid.min())) <= (high := int(valid.max())) < self.num_classes:
@@ -91,7 +94,7 @@ def user_loss(returned: Any, recorder: MetaRecorder) -> Loss:
     if isinstance(count, Tensor) and count.numel() == 1:
         part = make_slice(recorder.node_of(count), recorder.model, recorder.meta.buffers, "the count that loss_fn returns")
         return Loss(node, ValidCount(slice=part), is_mean=False)
-    if isinstance(count, int) and not isinstance(count, bool):
+    if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
         return Loss(node, ValidCount(constant=count), is_mean=False)
     raise ValueError(f"loss_fn must return the number of valid tokens, an int or a one-element tensor; it returned {count!r}")
 
@@ -124,5 +127,7 @@ def _mean_over(loss: fx.Node, recorder: MetaRecorder) -> ValidCount:
         part = make_slice(target, recorder.model, recorder.meta.buffers, "the target of the loss")
     except TraceError as e:
         raise TraceError(f"{e}; or {_REMEDY}") from e
+    if target.meta["val"].dtype not in (torch.int64, torch.uint8):
+        raise TraceError(f"the loss's targets are {target.meta['val'].dtype}: {function.__name__} takes torch.int64")
     classes = a["input"].meta["val"].shape[1 if a["input"].meta["val"].dim() > 1 else 0]
     return ValidCount(slice=part, num_classes=classes, ignore_index=a["ignore_index"])

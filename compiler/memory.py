@@ -1,19 +1,20 @@
 """Bytes by place that a plan needs, from the LayerGraph and the decisions alone: no graph is lowered for it.
 
-Slots are counted as the passes make them; a test holds the two equal.
+The sizes of slots are computed here for the passes too, so that what is planned is what is allocated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slidedp.compiler.decisions import Decisions, Reduction, Route, Source
-from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
+from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.layergraph import LayerGraph, cut_chunks
+from slidedp.compiler.units import format_bytes
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes by use: `hbm` on each GPU, `host` on the whole host, all ranks together."""
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes by use: `hbm` on each GPU, `host` on the whole host, all ranks together. `str()` is a table with totals."""
 
     hbm: dict[str, int]
     host: dict[str, int]
@@ -26,10 +27,19 @@ class Memory:
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
+    def __str__(self) -> str:
+        places = (("device, each rank's", self.hbm), ("host, all ranks together", self.host))
+        width = max(len(use) for _, uses in places for use in (*uses, "total"))
+        lines = []
+        for place, uses in places:
+            rows = [(use, size) for use, size in uses.items() if size] + [("total", sum(uses.values()))]
+            lines += [place, *(f"  {use:<{width}}  {format_bytes(size):>10}" for use, size in rows)]
+        return "\n".join(lines)
 
-def estimate_memory(graph: LayerGraph, decisions: Decisions) -> Memory:
+
+def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
     """What training with `decisions` needs. Activations: all boundaries, and the largest stage's while it runs."""
-    return Memory(_hbm(graph, decisions), _host(graph, decisions))
+    return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
 
 
 def num_window_slots(graph: LayerGraph, decisions: Decisions) -> int:
@@ -37,19 +47,38 @@ def num_window_slots(graph: LayerGraph, decisions: Decisions) -> int:
     return min(decisions.window, sum(graph.streams(g) for g in graph.groups))
 
 
+def largest_cast(graph: LayerGraph, decisions: Decisions) -> int:
+    """Elements of the largest piece that one rank casts at a time; 0 if nothing is cast."""
+
+    def cast(numel: int, decision: GroupDecision) -> int:
+        ranks = graph.world_size if decision.delivery is Route.SHARDED else 1
+        return _largest_chunk(graph, numel, decision.delivery_chunks) // ranks
+
+    each = [(g.numel, decisions.of(g.name)) for g in graph.groups]
+    return max((cast(numel, d) for numel, d in each if d.source is Source.CAST), default=0)
+
+
+def largest_reduced(graph: LayerGraph, decisions: Decisions) -> int:
+    """Elements of the largest sum that one rank receives from a reduction between GPUs; 0 if there is none."""
+    each = [(g.num_trainable, decisions.of(g.name)) for g in graph.groups] if graph.world_size > 1 else []
+    chunks = [_largest_chunk(graph, numel, d.return_chunks) for numel, d in each if d.reduction is Reduction.GPU]
+    return max(chunks, default=0) // graph.world_size
+
+
+def _largest_chunk(graph: LayerGraph, numel: int, num_chunks: int) -> int:
+    return max((hi - lo for lo, hi in cut_chunks(numel, num_chunks, graph.world_size)), default=0)
+
+
 def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     streamed = [g for g in graph.groups if graph.streams(g)]
-    held = [g for g in graph.groups if not graph.streams(g)]
+    held = [g for g in graph.groups if g.uses and not graph.streams(g)]
     weight, grad = graph.compute_itemsize, graph.grad_itemsize
-    pieces = [hi - lo for g in graph.groups if decisions.of(g.name).reduction is Reduction.GPU
-              for lo, hi in cut_chunks(g.num_trainable, decisions.of(g.name).return_chunks, graph.world_size)]
-    reduced = max(pieces, default=0) // graph.world_size if graph.world_size > 1 else 0
     return {
         "weight slots": num_window_slots(graph, decisions) * weight * max((g.numel for g in streamed), default=0),
         "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in streamed), default=0),
         "held weights": sum(weight * g.numel for g in held),
         "held gradients": sum(grad * g.num_trainable for g in held),
-        "reduce slots": decisions.reduce_slots * grad * reduced,
+        "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
         "boundary activations": sum(s.boundary_bytes for s in graph.stages),
         "largest stage's activations": max((s.activation_bytes for s in graph.stages), default=0),
     }
@@ -58,7 +87,7 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
 def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     shadowed = [g for g in graph.groups if decisions.of(g.name).source is Source.SHADOW]
     on_host = [g for g in graph.groups if decisions.of(g.name).reduction is Reduction.CPU] if graph.world_size > 1 else []
-    staging = max((_largest_cast(graph, decisions, g) for g in graph.groups), default=0)
+    staging = largest_cast(graph, decisions)
     return {
         "master weights": sum(4 * g.numel for g in graph.groups),
         "moments": sum(8 * g.num_trainable for g in graph.groups),
@@ -67,13 +96,3 @@ def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),
         "cast staging": graph.world_size * decisions.staging_slots * graph.compute_itemsize * staging,
     }
-
-
-def _largest_cast(graph: LayerGraph, decisions: Decisions, group: Group) -> int:
-    """Elements of the largest piece that one rank casts at a time."""
-    decision = decisions.of(group.name)
-    if decision.source is not Source.CAST:
-        return 0
-    chunks = cut_chunks(group.numel, decision.delivery_chunks, graph.world_size)
-    ranks = graph.world_size if decision.delivery is Route.SHARDED else 1
-    return max((hi - lo for lo, hi in chunks), default=0) // ranks

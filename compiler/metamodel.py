@@ -48,6 +48,11 @@ def check_params(model: nn.Module) -> None:
     """Raises TraceError for a parameter that can have no flat FP32 master copy: naming it and what to do instead."""
     for name, p in model.named_parameters():
         _check_param(name, p)
+    for name, m in model.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.max_norm is not None or m.sparse):
+            option = "sparse=True" if m.sparse else "max_norm"
+            raise TraceError(f"{name or 'the model'} is an embedding with {option}, which works on the weights behind the "
+                             "optimizer's back; set it to the default")  # fmt: skip
 
 
 def _check_param(name: str, p: nn.Parameter) -> None:

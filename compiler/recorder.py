@@ -35,7 +35,7 @@ _SCALARS = (type(None), bool, int, float, complex, str, torch.dtype, torch.layou
 
 
 class MetaRecorder(TorchFunctionMode):
-    """One recording. Use inside :func:`recording`; `graph`, `layer_calls` and `guards` are the result.
+    """One recording. Use inside :func:`slidedp.compiler.recording.recording`; `graph`, `layer_calls` and `guards` are the result.
 
     `is_layer(name, module)` selects the layers; `device` is where programs will run: what the model sees when it asks for
     a tensor's device, and what every device argument is recorded as.
@@ -243,13 +243,13 @@ class MetaRecorder(TorchFunctionMode):
         given = list(tensors((args, kwargs)))
         versions, ids = [t._version for t in given], [id(t) for t in given]
         self._leaf_reads = set()
+        own = {self.meta.names[id(t)] for t in (*m.parameters(), *m.buffers())}  # before: a forward may replace its buffers
         out = self._infer(m, where, args, kwargs, node)
         if any(t._version != v for t, v in zip(given, versions, strict=True)):
             raise TraceError(f"{where} writes its input in place, so it could not be run again for the backward pass; "
                              "use inplace=False")  # fmt: skip
         if ids != [id(t) for t in tensors((args, kwargs))]:
             raise TraceError(f"{where} changes a list or dict it is given, to pass tensors to other layers; return them instead")
-        own = {self.meta.names[id(t)] for t in (*m.parameters(), *m.buffers())}
         node.meta["params"] = own | self._leaf_reads
         grads = any(t.requires_grad for t in (*given, *m.parameters()))
         return self._bind(out, node, grads and not torch.is_grad_enabled())
@@ -367,38 +367,3 @@ class MetaRecorder(TorchFunctionMode):
         if written & self._resident:
             node.meta["effect"] = node.meta["pinned"] = True
         self._writers |= dict.fromkeys(written, node)
-
-
-@contextmanager
-def recording(recorder: MetaRecorder) -> Iterator[MetaRecorder]:
-    """Torch calls, calls of leaf modules and of autograd functions go to `recorder` for the `with` block."""
-    apply = torch.autograd.Function.__dict__["apply"]
-
-    def module_call(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # _call_impl: hooks run, a compiled version of the module (Module.compile) does not
-        if recorder.is_leaf(m):
-            return recorder.call_leaf(m, args, kwargs)
-        return m._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def function_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if recorder.recording_calls:
-            return recorder.call_function(cls, apply.__func__, args, kwargs)
-        return apply.__func__(cls, *args, **kwargs)
-
-    with (
-        torch.enable_grad(),
-        _patched(nn.Module, "__call__", module_call),
-        _patched(torch.autograd.Function, "apply", classmethod(function_apply)),
-        recorder,
-    ):
-        yield recorder
-
-
-@contextmanager
-def _patched(owner: type, name: str, value: Any) -> Iterator[None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

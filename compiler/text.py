@@ -29,6 +29,7 @@ from collections.abc import Iterable
 
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, OpKind, Reason, Ref, Scope, Slot, Stream
+from slidedp.compiler.units import format_bytes
 
 _NAME = r"[^\s,:@\[\]()#*=>]+"
 _CHUNK = r"c(?P<index>\d+)/(?P<count>\d+)(?P<trainable>t?)"
@@ -65,14 +66,6 @@ def infer_layer(name: str) -> str:
 def infer_chunk(reads: Iterable[Ref], writes: Iterable[Ref]) -> Chunk | None:
     """The chunk of the first write, else read, that has one. Printed only where the op says otherwise."""
     return next((ref.chunk for ref in (*writes, *reads) if ref.chunk), None)
-
-
-def format_bytes(num_bytes: int) -> str:
-    """``1948928`` -> ``1.9 MiB``; exact below 1 KiB."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{num_bytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 # Printing

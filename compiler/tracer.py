@@ -1,9 +1,10 @@
 """A model and a sample batch -> stages that can run one by one, and the LayerGraph that the passes see.
 
     metamodel.py  the model on meta tensors for a moment        layers.py    what the layers are, how forward is called
-    recorder.py   its Python -> one torch.fx.Graph, guards      loss.py      the loss and its number of valid tokens
+    recorder.py   its Python -> one torch.fx.Graph, guards      recording.py sends that Python to the recorder
     segments.py   the graph -> prologue, layers, epilogue       grouping.py  parameters -> groups with a flat layout
-    guards.py     which batches the trace is valid for          metering.py  flops and saved bytes
+    loss.py       the loss and its number of valid tokens       metering.py  flops and saved bytes
+    guards.py     which batches the trace is valid for
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
 from slidedp.compiler.layers import LayerChoice, call_arguments, chosen_layers, layer_candidates, no_layers
 from slidedp.compiler.loss import Loss, LossFn, ValidCount, model_loss, user_loss
 from slidedp.compiler.metamodel import MetaModel, check_params, on_meta
-from slidedp.compiler.recorder import MetaRecorder, recording
+from slidedp.compiler.recorder import MetaRecorder
+from slidedp.compiler.recording import recording
 from slidedp.compiler.segments import Segment, cut
 
 __all__ = ["StageProgram", "Trace", "TraceError", "guards_hold", "specialisation_key", "trace"]

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
 import slidedp
 from slidedp.compiler.ops import Op, OpKind
-from slidedp.hardware import load_profile
-from slidedp.planner import Planner, Settings
-from slidedp.presets import build_meta_model
-from slidedp.report import planfile_of
 
 
 class BusyGpuLinks:
@@ -40,20 +34,10 @@ def main() -> None:
     parser.add_argument("--slowdown", type=int, default=10)
     args = parser.parse_args()
 
-    quiet = make_plan(args.model, args.hw, None)
-    busy = make_plan(args.model, args.hw, BusyGpuLinks(args.slowdown))
+    # What `slidedp plan` does. In a training script it is `slidedp.compile(..., cost_model=...)`.
+    quiet = slidedp.plan_on_paper(args.model, args.hw, batch=8, seq=1024)
+    busy = slidedp.plan_on_paper(args.model, args.hw, batch=8, seq=1024, cost_model=BusyGpuLinks(args.slowdown))
     print(slidedp.diff(quiet, busy))
-
-
-def make_plan(model: str, hw_profile: str, cost_model: slidedp.CostModel | None) -> slidedp.PlanFile:
-    """What `slidedp plan` does, with a cost model. In a training script it is `slidedp.compile(..., cost_model=...)`."""
-    hw = load_profile(hw_profile)
-    dtype = torch.bfloat16
-    settings = Settings(hw=hw, compute_dtype=dtype, grad_dtype=dtype, world_size=hw.num_gpus, cost_model=cost_model)
-    planner = Planner(build_meta_model(model), settings)
-    tokens = torch.zeros(8, 1024, dtype=torch.long)  # each rank's batch: only its shape matters
-    draft = planner.draft({"input_ids": tokens, "labels": tokens})
-    return planfile_of(planner.finish(draft, draft.decisions))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class NonFiniteGradient(RuntimeError):
         self.group, self.param, self.step = group, param, step
         super().__init__(
             f"group {group}: the gradient of {param} is not finite at step {step}; it was not updated. "
-            "Lower the learning rate, or set max_grad_norm or skip_nonfinite to skip such steps"
+            "Lower the learning rate, or look at this batch"
         )
 
 

@@ -67,7 +67,7 @@ class Backend(Protocol):
         """In the user's thread, before a step reads what the user made: all device work that they queued is done."""
 
     def to_device(self, value: Tensor) -> Tensor:
-        """A batch tensor on the device, in the current stream; the same tensor if it is host memory and so is the device."""
+        """A copy of a batch tensor on the device, in the current stream: the user may refill theirs once `run` returns."""
 
     def to_host(self, value: Tensor) -> Tensor:
         """A host copy of a small result. It holds the values once the op that called this is done."""
@@ -81,6 +81,9 @@ class Backend(Protocol):
     def memory(self) -> MemoryStats:
         """Device memory in use."""
 
+    def drain(self) -> None:
+        """Waits for all work of the device, whatever became of the streams' threads."""
+
     def close(self) -> None:
         """Unregisters all host memory. The streams must be closed. Idempotent."""
 
@@ -92,7 +95,8 @@ class CpuBackend:
         self.device = torch.device("cpu")
 
     def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
-        return Streams(delay=delay, trace=trace)
+        # A thread's first torch op would run with OpenMP's default number of threads, not with the one that was set.
+        return Streams(enter=lambda stream: torch.get_num_threads() and None, delay=delay, trace=trace)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -113,7 +117,7 @@ class CpuBackend:
         pass
 
     def to_device(self, value: Tensor) -> Tensor:
-        return value
+        return value.clone()
 
     def to_host(self, value: Tensor) -> Tensor:
         return value.clone()
@@ -129,6 +133,9 @@ class CpuBackend:
         with open("/proc/self/statm") as statm:
             resident = int(statm.read().split()[1]) * resource.getpagesize()
         return MemoryStats(resident, resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+
+    def drain(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

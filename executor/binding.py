@@ -43,6 +43,7 @@ class Binding:
         self._params: dict[str, list[nn.Parameter]] = {}
         self._places: dict[str, list[list[Place]]] = {}
         self._bound: dict[str, list[Tensor]] = {}
+        self._addresses: dict[tuple[str, int], int] = {}
         for group in groups:
             params = [_find(named, p, model) for p in group.params]
             self._params[group.name] = params
@@ -58,14 +59,36 @@ class Binding:
 
         Parameters on the meta device (ranks other than 0) are replaced by new ones; elsewhere the objects stay.
         """
+        shared = shared_state_ranges()
+        for name, own in ((q.name, p) for g in self.groups.values() for q, p in zip(g.params, self._params[g.name], strict=True)):
+            if own.device.type == "cpu" and any(lo <= own.data_ptr() < hi for lo, hi in shared):
+                raise ValueError(f"parameter {name} belongs to a plan that is still open: close that plan before compiling its model")
         state.load({p.name: q for g in self.groups.values() for p, q in zip(g.params, self._params[g.name], strict=True)})
         self.release(state.master)
 
-    def release(self, masters: Mapping[str, Tensor]) -> None:
-        """Makes the parameters views of these flat FP32 masters, by group, e.g. those that outlive the plan."""
+    def _is_elsewhere(self, group: str, i: int) -> bool:
+        ours, own = self._addresses.get((group, i)), self._params[group][i]
+        return ours is not None and own.numel() > 0 and own.data_ptr() != ours
+
+    def moved(self) -> str | None:
+        """Name of a parameter that has been given memory of its own (``model.to(...)``), if there is one."""
+        for name, group in self.groups.items():
+            for i, param in enumerate(group.params):
+                if self._is_elsewhere(name, i):
+                    return param.name
+        return None
+
+    def release(self, masters: Mapping[str, Tensor], *, force: bool = False) -> None:
+        """Makes the parameters views of these flat FP32 masters, by group, e.g. those that outlive the plan.
+
+        Parameters that have been moved elsewhere stay there, unless `force`.
+        """
         for name, flat in masters.items():
             for i, param in enumerate(self.groups[name].params):
                 view, own = _shaped(flat, param), self._params[name][i]
+                if self._is_elsewhere(name, i) and not force:
+                    continue  # the user has given it other memory: that is what it holds now
+                self._addresses[name, i] = view.data_ptr()
                 if own.device.type == "meta":
                     own = self._params[name][i] = nn.Parameter(view, requires_grad=own.requires_grad)
                     _set(self._places[name][i], own)
@@ -108,6 +131,17 @@ class Binding:
         self._bound.clear()
         if self.buffers is not None:
             self.buffers.restore()
+
+
+def shared_state_ranges() -> list[tuple[int, int]]:
+    """Addresses of the host states that plans of this process have mapped (segment.py); a closed plan's are private."""
+    found = []
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "memfd:slidedp-" in line and line.split()[1].endswith("s"):
+                lo, _, hi = line.split()[0].partition("-")
+                found.append((int(lo, 16), int(hi, 16)))
+    return found
 
 
 class BufferStore:

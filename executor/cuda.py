@@ -135,6 +135,9 @@ class CudaBackend:
         d = self.device
         return MemoryStats(torch.cuda.memory_allocated(d), torch.cuda.memory_reserved(d), torch.cuda.max_memory_allocated(d))
 
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         self._staging.clear()
         self._memory.close()

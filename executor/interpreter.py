@@ -9,6 +9,7 @@ Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, Ref, Stream
 from slidedp.executor.backend import poison
 from slidedp.executor.step import Step
 
@@ -41,6 +42,7 @@ class Interpreter:
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, runner: StageRunner) -> None:
         self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
         self.rank, self.world = machine.rank, machine.world_size
+        self.op_names = tuple(op.name for op in graph.ops)
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
@@ -67,7 +69,7 @@ class Interpreter:
         out = []
         for ref in op.reads:
             if ref.value[:2] == "W." and op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
-                out.append(self.machine.slot(ref.place))
+                out.append(self.machine.buffers[ref.place])
             elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None:
                 out.append(self.device(ref))
         return out
@@ -94,16 +96,16 @@ class Interpreter:
     def run(self, step: Step, previous: Mapping[str, Ticket]) -> None:
         """Submit every op of one step. `previous`: the tickets of the step before (empty after a drain)."""
         streams, tickets = self.machine.streams, step.tickets
-        self.machine.issued = [op.name for op in self.graph.ops]
         for op, task, same, before, across in self.program:
             waits = [tickets[name] for name in same]
             waits += [previous[name] for name in before if name in previous]
-            gate = partial(self.machine.ranks_have, across, step.number) if across else None
+            gate = partial(self.machine.ranks_have, self.machine.expected(across, step.number)) if across else None
             ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
                                                need_done=op.name in self.watched)
             if op.name in self.published:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
+        self.machine.last_published |= dict.fromkeys(self.published, step.number)
 
     # ---- where things are ----
 
@@ -116,7 +118,7 @@ class Interpreter:
     def device(self, ref: Ref) -> torch.Tensor:
         """The elements of an access to a slot. Staging and reduced shards lie at the start of theirs."""
         lo, hi = self.span(ref)
-        slot = self.machine.slot(ref.place)
+        slot = self.machine.buffers[ref.place]
         return slot[: hi - lo] if ref.value[:2] in ("T.", "R.") else slot[lo:hi]
 
     def host(self, ref: Ref) -> torch.Tensor:
@@ -156,7 +158,7 @@ class Interpreter:
     def all_gather(self, op: Op) -> Task:
         assert op.chunk is not None
         place = op.writes[0].place
-        slot, (lo, hi) = self.machine.slot(place), op.chunk.bounds(self.graph.group_by_name[op.writes[0].group], self.world)
+        slot, (lo, hi) = self.machine.buffers[place], op.chunk.bounds(self.graph.group_by_name[op.writes[0].group], self.world)
         gather, rank, world = self.machine.collectives.all_gather, self.rank, self.world
 
         def task(step: Step) -> None:
@@ -168,7 +170,7 @@ class Interpreter:
     # ---- compute ----
 
     def prologue(self, op: Op) -> Task:
-        weights = self.machine.leaves(self.places(op.reads, "W."))
+        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
 
         def task(step: Step) -> None:
             self.runner.start(step.device_batch(), step.training)
@@ -177,15 +179,15 @@ class Interpreter:
         return task
 
     def forward(self, op: Op) -> Task:
-        weights = self.machine.leaves(self.places(op.reads, "W."))
+        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
         return lambda step: self.runner.forward(op.layer, weights)
 
     def recompute(self, op: Op) -> Task:
-        weights = self.machine.leaves(self.places(op.reads, "W."))
+        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
         return lambda step: self.runner.recompute(op.layer, weights)
 
     def backward(self, op: Op) -> Task:
-        weights, grads = self.machine.leaves(self.places(op.reads, "W.")), self.gradients(op)
+        weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
         run = self.runner.prologue_backward if op.layer == self.layers.stages[0].name else partial(self.runner.backward, op.layer)
 
         def task(step: Step) -> None:
@@ -194,11 +196,11 @@ class Interpreter:
         return task
 
     def epilogue(self, op: Op) -> Task:
-        weights, grads = self.machine.leaves(self.places(op.reads, "W.")), self.gradients(op)
+        weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
 
         def task(step: Step) -> None:
             if step.training:
-                loss, present = self.runner.epilogue(weights, grads, step.seed, step.has_tokens)
+                loss, present = self.runner.epilogue(weights, grads, step.loss_scale, step.has_tokens)
                 step.mark_present(present)
             else:
                 loss = self.runner.evaluate(weights)
@@ -208,7 +210,7 @@ class Interpreter:
 
     def gradients(self, op: Op) -> dict[str, tuple[torch.Tensor, bool]]:
         """Group -> (flat gradient slot, whether an earlier stage of this step has already contributed)."""
-        return {ref.group: (self.machine.slot(ref.place), ref.version > 1) for ref in op.writes if ref.value.startswith("G.")}
+        return {ref.group: (self.machine.buffers[ref.place], ref.version > 1) for ref in op.writes if ref.value.startswith("G.")}
 
     # ---- gradients home, and the update ----
 
@@ -241,12 +243,9 @@ class Interpreter:
         (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
 
         def task(step: Step) -> None:
-            step.require_finite_loss()
+            if not math.isfinite(step.global_loss()):
+                return  # on every rank alike; `run` raises it, and the weights stay as they are
             update(group, lo, hi, step)
             step.count("cpu_update", hi - lo)
 
         return task
-
-
-RUNNABLE = frozenset(kind for kind in OpKind if hasattr(Interpreter, kind.value))
-"""Op kinds that this interpreter has a method for."""

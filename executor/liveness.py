@@ -22,6 +22,9 @@ class Watchdog:
     A dead peer or an abort record makes `check` raise PeerError. If the peer is dead and the thread that made the
     watchdog has not noticed `grace_s` later (it is stuck inside a library), or has ended while its process has not (at
     exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with status 1.
+
+    `local_error`: what has failed on this rank, if anything; it is posted for the others. `on_failure`: called once, from the
+    watching thread, with another rank's failure.
     """
 
     def __init__(
@@ -31,7 +34,10 @@ class Watchdog:
         interval_s: float = 1.0,
         grace_s: float = 15.0,
         exit_process: Callable[[int], object] = os._exit,
+        local_error: Callable[[], BaseException | None] = lambda: None,
+        on_failure: Callable[[PeerError], object] = lambda error: None,
     ) -> None:
+        self._local_error, self._on_failure = local_error, on_failure
         self._words, self._interval_s, self._grace_s, self._exit = words, interval_s, grace_s, exit_process
         self._owner = threading.current_thread()
         self._noticed = threading.Event()
@@ -72,9 +78,8 @@ class Watchdog:
                 self._thread.join()
 
     def _watch(self) -> None:
+        suspect: BaseException | None = None
         while not self._stopped.wait(self._interval_s):
-            if (record := self._words.aborted()) is not None:
-                self._report(record.error())
             if (dead := self._dead_peer()) is not None:
                 rank, pid = dead
                 text = f"rank {rank} (pid {pid}) died; see its own output for the cause"
@@ -82,11 +87,19 @@ class Watchdog:
                 self._words.abort(rank, AbortReason.DIED, text)
                 self._end_if_stuck(text)
                 return
+            if (record := self._words.aborted()) is not None:
+                self._report(record.error())
+            error = self._local_error()
+            if error is not None and error is suspect and not isinstance(error, PeerError):
+                # The second look: a connection lost to a dying peer is that peer's failure, seen by now.
+                self._words.abort(self._words.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
+            suspect = error
 
     def _report(self, error: PeerError) -> None:
         if self._error is None:
             self._error = error
             self._verdict_known.set()
+            self._on_failure(error)
 
     def _dead_peer(self) -> tuple[int, int] | None:
         for rank in range(self._words.world_size):

@@ -3,8 +3,9 @@
     Machine   built once per plan from the first specialisation's graph; shared by all of them
       Backend, Streams    where ops run (backend.py, cuda.py, streams.py)
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
-      Binding             the user's module <-> slots or master weights (binding.py)
-      Interpreter         one per graph and specialisation, made on first use
+      Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
+      Failure             what waits look at, and which error is raised (failure.py)
+      Interpreter         one per graph and specialisation, made before its first step
 """
 
 from __future__ import annotations
@@ -15,37 +16,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import Edge, OpGraph, Stream
+from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracer import Trace
 from slidedp.executor.adam import CpuAdam, NonFiniteGradient
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
+from slidedp.executor.buffers import Buffers
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
-from slidedp.executor.liveness import Watchdog
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
-from slidedp.executor.streams import Ticket
-from slidedp.executor.words import AbortReason, PeerError
+from slidedp.executor.streams import Aborted, Ticket
+from slidedp.executor.words import PeerError
 
 Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
 
 DRAINED = 0
 """Word that a rank publishes when a step has nothing left to do on it."""
-
-VERDICT_S = 12.0
-"""How long a failed collective waits for the watchdog to say whether a rank has died."""
 
 
 def update_threads(device: torch.device, world_size: int) -> int:
@@ -76,63 +74,57 @@ class Machine:
     Args:
         model: the user's module; its parameters become views of the master weights.
         layers, graph, decisions: of the first specialisation; later ones must share groups and decisions.
-        collectives: connects the ranks.
+        collectives: connects the ranks. Construction is collective, as are `run`, `agree` and `synchronize` in effect.
     """
 
     def __init__(self, model: nn.Module, layers: LayerGraph, graph: OpGraph, decisions: Decisions, *, collectives: Collectives,
                  device: torch.device, optimizer: AdamW, compute_dtype: torch.dtype, grad_dtype: torch.dtype,
                  host_budget: int | None = None, options: MachineOptions | None = None) -> None:
-        options = options or MachineOptions()
-        self.collectives, self.optimizer, self.options = collectives, optimizer, options
+        self.options = options or MachineOptions()
+        self.collectives, self.optimizer = collectives, optimizer
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.counters: Counter[str] = Counter()
-        self.issued: list[str] = []
         self.num_steps = self.num_turns = 0
+        self.last_published: dict[str, int] = {}
+        self.exposed = False
         self.word_of = {name: 1 + i for i, name in enumerate(dict.fromkeys(e.src for e in graph.edges if e.all_ranks))}
+        self.interpreters: list[Interpreter] = []
+        self.in_flight: Step | None = None
+        self.compute_end_s = 0.0
+        self.closed = False
+        if self.world_size > 1:
+            share_buffers(model, collectives)
+        self.binding = Binding(model, layers.groups)  # before anything is allocated: it may refuse the model
         self.backend: Backend = open_backend(device)
         self.state = HostState(layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
                                grad_dtype=grad_dtype, num_words=1 + len(self.word_of), exchange=collectives.exchange_ints,
                                barrier=collectives.barrier, host_budget=host_budget)
         self.words = self.state.words
-        self.watchdog = Watchdog(self.words)
-        if self.world_size > 1:
-            share_buffers(model, collectives)
-        self.binding = Binding(model, layers.groups)
+        self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
+        self.failure = Failure(self.streams, self.words)
+        try:
+            self.start(layers, graph, compute_dtype, grad_dtype)
+        except BaseException as e:
+            self.failure.stop(e)
+            self.close()
+            raise
+
+    def start(self, layers: LayerGraph, graph: OpGraph, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+        """Load the weights, and allocate all that a step needs, so that no step has to."""
         self.binding.adopt(self.state)
         for buffer in self.state.dma_buffers():
             self.backend.register(buffer)
-        threads = options.num_threads or update_threads(device, self.world_size)
-        self.adam = CpuAdam(self.state, layers.groups, optimizer, kernel=options.update_kernel, num_threads=threads)
-        self.casting, self.summing = (HostKernels(options.update_kernel, threads, quiet=True) for _ in range(2))
-        self.slots = self.allocate(graph, compute_dtype, grad_dtype)
-        self.leaf_views: dict[tuple[str, str], list[Tensor]] = {}
-        self.streams = self.backend.open_streams(delay=options.delay, trace=options.trace)
-        self.runners: dict[int, StageRunner] = {}
-        self.interpreters: dict[int, Interpreter] = {}
-        self.in_flight: Step | None = None
-        self.compute_end_s = 0.0
-        self.closed = False
-
-    def allocate(self, graph: OpGraph, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every slot of the graph as a flat tensor, by place name (``w[0]``; ``held.shared0``)."""
-        slots: dict[str, Tensor] = {}
-        for slot in graph.slots:
-            is_weight = slot.name in ("w", "stage") or slot.name.startswith("held.")
-            dtype = compute_dtype if is_weight else grad_dtype
-            make = self.backend.pinned if slot.memory == "pinned" else self.backend.empty
-            for i in range(slot.count):
-                tensor = make(slot.bytes // dtype.itemsize, dtype)
-                tensor.zero_()  # gaps between parameters must be finite: they are summed and sent like the rest
-                slots[f"{slot.name}[{i}]"] = tensor
-                if slot.count == 1:
-                    slots[slot.name] = tensor
-        self.backend.fence_caller()
-        return slots
+        kernel, threads = self.options.update_kernel, self.options.num_threads
+        threads = threads or update_threads(self.backend.device, self.world_size)
+        self.adam = CpuAdam(self.state, layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
+        self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
+        self.buffers = Buffers(graph, self.backend, self.binding, compute_dtype, grad_dtype)
+        chunks = [op.chunk.bounds(graph.group_by_name[op.layer], self.world_size) for op in graph
+                  if op.kind is OpKind.REDUCE and op.chunk]
+        if chunks:
+            self.collectives.reserve(max(hi - lo for lo, hi in chunks), grad_dtype, self.backend.device)
 
     # ---- what the interpreter touches ----
-
-    def slot(self, place: str) -> Tensor:
-        return self.slots[place]
 
     def host_buffer(self, head: str, group: str) -> Tensor:
         """Flat host tensor of a group: P master, S shadow, H returned gradient, Q this rank's unreduced gradient."""
@@ -144,30 +136,37 @@ class Machine:
             case "H":
                 return self.state.grad[group]
             case "Q":
-                return self.state.raw_grad[group][self.rank]
+                return self.raw_gradient(group, self.rank)
         raise AssertionError(f"{head}.{group} has no host buffer")
 
     def raw_gradient(self, group: str, rank: int) -> Tensor:
         """A rank's unreduced gradient, flat; every rank's is in shared memory."""
         return self.state.raw_grad[group][rank]
 
-    def leaves(self, places: Mapping[str, str]) -> dict[str, list[Tensor]]:
-        """Group -> views of its slot, one a parameter, as autograd leaves; made once for each (group, place)."""
-        out = {}
-        for group, place in places.items():
-            if (group, place) not in self.leaf_views:
-                self.leaf_views[group, place] = self.binding.leaves(self.slot(place), group)
-            out[group] = self.leaf_views[group, place]
-        return out
+    def expected(self, edges: Sequence[Edge], step: int) -> tuple[tuple[int, int], ...]:
+        """(word, step) that every rank will have published before what `edges` lead to may start.
 
-    def ranks_have(self, edges: Sequence[Edge], step: int) -> bool:
-        """True once every rank has published what `edges` name: in this step, or in the one before."""
-        self.watchdog.check()
-        return all(self.words.reached(self.word_of[e.src], step - e.distance) for e in edges)
+        An edge from the step before means the last step that had the op: a specialisation may leave out a whole layer.
+        """
+        return tuple((self.word_of[e.src], self.last_published.get(e.src, 0) if e.distance else step) for e in edges)
+
+    def ranks_have(self, expected: Sequence[tuple[int, int]]) -> bool:
+        self.failure.watchdog.check()
+        return all(self.words.reached(word, step) for word, step in expected)
 
     def publish(self, op: str, step: int, ticket: Ticket) -> None:
         if ticket.error is None:
             self.words.publish(self.word_of[op], step)
+
+    def require_runnable(self, graph: OpGraph) -> None:
+        """ValueError if a further specialisation moves groups otherwise than the machine was built for."""
+        if unknown := {slot.name for slot in graph.slots} - {slot.name for slot in self.buffers.pools}:
+            raise ValueError(
+                f"this batch makes the model use its layers in another way than the first batch did (no buffer {min(unknown)}); "
+                "compile with example=, a batch that uses all of them"
+            )
+        if unknown := {e.src for e in graph.edges if e.all_ranks} - set(self.word_of):
+            raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
 
     def update(self, group: str, lo: int, hi: int, step: Step) -> None:
         """AdamW on this rank's part of a returned gradient chunk."""
@@ -176,7 +175,7 @@ class Machine:
             self.adam.update(group, lo, hi, step.number, self.words.any_present(step.number, first, last))
         except NonFiniteGradient as e:
             e.add_note(f"step {step.number}: updated before this was seen: {', '.join(sorted(step.updated)) or 'nothing'}; "
-                       "resume from a checkpoint, or lower the learning rate")
+                       "the weights of those layers have moved: start again from saved weights, with a lower learning rate")
             raise
         step.updated.add(group)
 
@@ -195,15 +194,14 @@ class Machine:
 
     # ---- steps ----
 
-    def agree(self, value: int) -> list[int]:
-        """Every rank's `value` (a token count, or a code for a batch it cannot run). Collective; the first thing of a step."""
+    def agree(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, by rank. Collective; the first thing of a step, so that none issues what another does not."""
         self.raise_failure()
         self.num_turns += 1
         try:
-            return [values[0] for values in self.words.exchange(self.num_turns, [value], self.watchdog.check)]
-        except PeerError as e:
-            self.fail(e)
-            raise
+            return self.words.exchange(self.num_turns, values, self.failure.check)
+        except (PeerError, Aborted) as e:
+            raise self.failure.cause(e) from e
 
     def new_step(self, batch: Mapping[str, Tensor], num_valid: int, num_valid_global: int, *, loss_is_mean: bool,
                  training: bool) -> Step:
@@ -212,88 +210,78 @@ class Machine:
             self.words.present(self.num_steps)[self.rank] = 0
         return Step(self.num_steps, self.num_turns, batch, self, num_valid, num_valid_global, loss_is_mean, training)
 
-    def run(self, graph: OpGraph, layers: LayerGraph, trace: Trace, step: Step) -> None:
+    def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
-        interpreter = self.interpreter(graph, layers, trace)
         self.backend.fence_caller()
+        if self.in_flight and self.in_flight.op_names != interpreter.op_names:
+            self.synchronize()  # edges from the step before name its ops
         previous = self.in_flight.tickets if self.in_flight else {}
+        self.in_flight = step
+        step.op_names = interpreter.op_names
         try:
             interpreter.run(step, previous)
+            self.when_drained(interpreter, step)
         except BaseException as e:
-            self.fail(e)
-            raise self.failure() from e
-        self.in_flight = step
-        self.when_drained(interpreter, step)
-        step.tickets["epilogue"].add_done_callback(partial(self.post_loss, step))
-        self.wait(step.tickets["epilogue"])
+            self.failure.stop(e)
+            raise self.failure.cause() from e
+        self.failure.wait(step.epilogue)
         if interpreter.runner.draws_random:
             self.wait_compute(step)  # its recomputes put the default generators back and forth: the caller must not draw between
         try:
             step.global_loss()
-        except PeerError as e:
-            self.fail(e)
-            raise
+        except (PeerError, Aborted) as e:
+            raise self.failure.cause(e) from e
+        if step.training:
+            step.require_finite_loss()
 
     def interpreter(self, graph: OpGraph, layers: LayerGraph, trace: Trace) -> Interpreter:
-        if id(graph) not in self.interpreters:
-            if id(trace) not in self.runners:
-                self.runners[id(trace)] = StageRunner(trace, self.binding, self.backend)
-            self.interpreters[id(graph)] = Interpreter(graph, layers, self, self.runners[id(trace)])
-        return self.interpreters[id(graph)]
-
-    def post_loss(self, step: Step) -> None:
-        if step.tickets["epilogue"].error is None:
-            self.words.post_loss(step.turn, step.local_loss())
+        """The one that runs `graph` with the stages of `trace`; made when first asked for."""
+        mine = [i for i in self.interpreters if i.runner.trace is trace]
+        for known in mine:
+            if known.graph is graph:
+                return known
+        runner = mine[0].runner if mine else StageRunner(trace, self.binding, self.backend)
+        self.interpreters.append(Interpreter(graph, layers, self, runner))
+        return self.interpreters[-1]
 
     def sum_losses(self, turn: int) -> float:
-        return self.words.loss_sum(turn, self.watchdog.check)
+        return self.words.loss_sum(turn, self.failure.check)
 
     def when_drained(self, interpreter: Interpreter, step: Step) -> None:
-        """Publishes, once nothing of the step is left to do on this rank, that it is drained; notes when compute ended."""
-        left, lock = len(interpreter.ends), threading.Lock()
-        turn = step.turn
+        """Posts the loss; notes when compute has ended; and says, once nothing is left to do on this rank, that it is drained."""
+        tickets, left, lock = step.tickets, len(interpreter.ends), threading.Lock()
 
         def ended() -> None:
             nonlocal left
             with lock:
                 left -= 1
                 last = left == 0
-            if last and self.streams.error is None:
-                self.words.publish(DRAINED, turn)
+            if last:
+                step.release()
+                if self.streams.error is None:
+                    self.words.publish(DRAINED, step.turn)
 
+        def post_loss() -> None:
+            if step.epilogue.error is None:
+                self.words.post_loss(step.turn, step.local_loss())
+
+        step.epilogue = tickets["epilogue"]
+        step.epilogue.add_done_callback(post_loss)
+        tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
         for name in interpreter.ends:
-            step.tickets[name].add_done_callback(ended)
-        step.tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
-        step.last_compute = interpreter.last_compute
+            tickets[name].add_done_callback(ended)
 
     def wait_compute(self, step: Step) -> None:
-        step.compute_ended.wait()
-        self.wait(step.tickets[step.last_compute])
+        self.failure.wait_event(step.compute_ended)
+        if not step.wall_s:
+            raise self.failure.cause()
 
     def synchronize(self) -> None:
         """Wait until no rank has anything left to do of the steps so far."""
         self.raise_failure()
-        if self.in_flight is None:
-            return
-        try:
-            self.words.wait(DRAINED, self.in_flight.turn, self.check)
-        except PeerError as e:
-            self.fail(e)
-            raise
-        except BaseException as e:
-            raise self.failure() from e
-        self.in_flight = None
-
-    def check(self) -> None:
-        """Raises when waiting has become pointless: a peer died, or an op of ours failed."""
-        self.watchdog.check()
-        self.streams.check()
-
-    def wait(self, ticket: Ticket) -> None:
-        try:
-            ticket.wait_done()
-        except BaseException as e:
-            raise self.failure() from e
+        if self.in_flight is not None:
+            self.failure.wait_word(DRAINED, self.in_flight.turn)
+            self.in_flight = None
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
@@ -305,54 +293,54 @@ class Machine:
         finally:
             self.streams.trace = before
 
-    # ---- failure ----
-
     def raise_failure(self) -> None:
         if self.closed:
             raise RuntimeError("the machine is closed")
-        if self.streams.error is not None:
-            raise self.failure()
-
-    def failure(self) -> BaseException:
-        """Why the streams stopped. A lost connection gives the watchdog time to name the rank that died."""
-        error = self.streams.error
-        assert error is not None
-        if self.world_size > 1 and not isinstance(error, PeerError):
-            blamed = self.watchdog.verdict(VERDICT_S) if isinstance(error, RuntimeError) else None
-            if blamed is not None:
-                return blamed
-            self.words.abort(self.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
-        self.watchdog.acknowledge()
-        return error
-
-    def fail(self, error: BaseException) -> None:
-        self.streams.abort(error)
+        self.failure.raise_if_failed()
 
     # ---- the model, and the end ----
 
-    def restore_model(self) -> None:
-        """The user's module with the master weights as its parameters. Only when nothing is in flight on its modules."""
+    def expose_model(self) -> None:
+        """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
         self.binding.restore()
+        self.exposed = True
+
+    def take_back_model(self) -> None:
+        """What the user may have written into the masters (``load_state_dict``) is in the shadow too from here on."""
+        if self.exposed:
+            if moved := self.binding.moved():
+                self.binding.release(self.state.master, force=True)
+                raise ValueError(
+                    f"parameter {moved} is no longer the plan's (was the model converted or moved, e.g. with .to(...)?); its masters "
+                    "are bound again, and training can go on: convert a copy.deepcopy(plan.model) instead"
+                )
+            for group, shadow in self.state.shadow.items():
+                self.casting.cast(self.state.master[group], shadow)
+            self.exposed = False
+
+    def abandon(self, error: BaseException) -> None:
+        """The user leaves because of `error`: the others are told, and nothing is waited for."""
+        self.failure.stop(error)
+        self.failure.cause()
 
     def close(self) -> None:
         """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent."""
         if self.closed:
             return
-        healthy = self.streams.error is None
         try:
-            if healthy:
+            if self.streams.error is None:
                 self.synchronize()
         finally:
+            healthy = self.streams.error is None
             self.streams.close()
+            self.backend.drain()  # a copy may still be under way, into memory that is about to go
             self.closed = True
             self.binding.restore()
-            for buffer in self.state.dma_buffers():
-                self.backend.unregister(buffer)
-            self.watchdog.stop()
-            self.binding.release(self.state.close())
-            self.slots.clear()
-            self.leaf_views.clear()
-            self.interpreters.clear()
-            self.runners.clear()
-            self.collectives.close()
             self.backend.close()
+            if healthy:
+                self.collectives.close()  # else a peer may be stuck in it, and so would we
+            self.failure.watchdog.stop()
+            self.binding.release(self.state.close())
+            if hasattr(self, "buffers"):
+                self.buffers.clear()
+            self.interpreters.clear()

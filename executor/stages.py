@@ -15,7 +15,8 @@ is taken within the stage, since the engine's way would need another full-size t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ class StageRunner:
     """
 
     def __init__(self, trace: Trace, binding: Binding, backend: Backend) -> None:
-        self._binding, self._backend = binding, backend
+        self.trace, self._binding, self._backend = trace, binding, backend
         self._programs: dict[str, StageProgram] = {p.name: p for p in trace.programs}
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
@@ -78,12 +79,13 @@ class StageRunner:
         self._uses_left: Counter[str] = Counter()
         self._training = True
         self._has_tokens = True
+        self._drew = False
         self._slots.start()
 
     @property
     def draws_random(self) -> bool:
         """True if a layer of this step drew random numbers: its recompute will set the default generators for a while."""
-        return any(kept.rng is not None for kept in self._kept.values())
+        return self._drew
 
     # ---- a step ----
 
@@ -94,6 +96,17 @@ class StageRunner:
         self._uses_left = Counter(self._num_uses)
         self._env = {f"batch.{key}": value for key, value in batch.items() if f"batch.{key}" in self._num_uses}
         self._binding.bind_buffers(self._backend.device)
+        self._modes = [(module, module.training) for module in self._binding.model.modules()]
+
+    @contextmanager
+    def _modes_of_the_step(self) -> Iterator[None]:
+        """Modules in the mode that their forward had, whatever ``eval()`` or ``train()`` has been called since."""
+        changed = [(module, mode) for module, mode in self._modes if module.training != mode]
+        for module, mode in changed:
+            module.training = mode
+        yield
+        for module, mode in changed:
+            module.training = not mode
 
     def prologue(self, weights: Weights) -> None:
         program = self._programs[self._first]
@@ -124,7 +137,7 @@ class StageRunner:
             outputs = self._call(program, args)
         kept = self._kept[stage] = _Kept()
         if not rng.same(self._backend.rng_state()):
-            kept.rng = rng
+            kept.rng, self._drew = rng, True
         if before:
             changed = self._changed_buffers(program, buffers, before, versions, snapshot)
             kept.buffers = {name: snapshot[name] for name in changed}
@@ -137,7 +150,7 @@ class StageRunner:
         if self._has_tokens:
             self._bind(weights)
             args, leaves = self._with_leaves(program)
-            with _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
+            with self._modes_of_the_step(), _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
                 outputs = self._call(program, args)
             named = dict(zip(program.outputs, outputs, strict=True))
             self._graphs[stage] = _Graph(leaves, {n: named[n] for n in program.grad_outputs}, weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss is NaN or infinite. Raised before any update of the step: nothing has changed."""
+    """The loss is NaN or infinite, on every rank alike. No weight, moment or step count of the optimizer has changed."""
 
 
 @dataclass(eq=False)
@@ -26,8 +25,8 @@ class Step:
     """State of one step of this rank.
 
     `number`: of the training step (an evaluation has its predecessor's); `turn`: counts both.
-    `num_valid`: loss-bearing tokens of this rank's batch; `num_valid_global`: of all ranks. `seed`: gradient with which
-    the loss's backward starts. `loss_scale` makes the program's loss this rank's share of the global mean.
+    `num_valid`: loss-bearing tokens of this rank's batch; `num_valid_global`: of all ranks. `loss_scale` makes
+    the program's loss this rank's share of the global mean; the loss's backward starts with it.
     """
 
     number: int
@@ -39,10 +38,10 @@ class Step:
     loss_is_mean: bool = True
     training: bool = True
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
     started_s: float = field(default_factory=time.perf_counter)
     updated: set[str] = field(default_factory=set)
-    last_compute: str = ""
+    op_names: tuple[str, ...] = ()
+    epilogue: Ticket = None  # type: ignore[assignment]  # once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
     _loss: torch.Tensor | None = None
@@ -54,20 +53,20 @@ class Step:
         return self.num_valid > 0
 
     @property
-    def seed(self) -> float:
-        return self.loss_scale
-
-    @property
     def loss_scale(self) -> float:
         """A mean over this rank's tokens counts by its share of all; a sum is divided by all. 1.0 on one rank's mean."""
         return (self.num_valid if self.loss_is_mean else 1) / self.num_valid_global
 
     def device_batch(self) -> dict[str, torch.Tensor]:
-        return {key: self.machine.backend.to_device(value) for key, value in self.batch.items()}
+        batch, self.batch = self.batch, {}
+        return {key: self.machine.backend.to_device(value) for key, value in batch.items()}
+
+    def release(self) -> None:
+        """All is done. Results may be kept for long, the tickets need not be."""
+        self.tickets = {}  # a new dict: the next step may hold the old one
 
     def count(self, kind: str, amount: int) -> None:
         """Bytes (elements for updates) that this rank's copies and kernels were really called with."""
-        self.counts[kind] += amount
         self.machine.counters[kind] += amount
 
     def keep_loss(self, loss: torch.Tensor) -> None:
@@ -91,8 +90,8 @@ class Step:
     def require_finite_loss(self) -> None:
         if not math.isfinite(self.global_loss()):
             raise NonFiniteLoss(
-                f"step {self.number}: the loss is {self.global_loss()}; nothing has been updated. "
-                "Lower the learning rate, look at this batch, or skip it"
+                f"step {self.number}: the loss is {self.global_loss()}; nothing has been updated, and the plan goes on. "
+                "Skip this batch, or lower the learning rate if it is not the batch"
             )
 
     def mark_present(self, present: Mapping[str, bool] | None) -> None:
@@ -102,9 +101,10 @@ class Step:
 
     def note_compute_end(self) -> None:
         """The GPU has done its part: the time since it had done the step before's is this step's wall time."""
-        now = time.perf_counter()
-        self.wall_s = now - max(self.started_s, self.machine.compute_end_s)
-        self.machine.compute_end_s = now
+        if self.machine.streams.error is None:
+            now = time.perf_counter()
+            self.wall_s = now - max(self.started_s, self.machine.compute_end_s)
+            self.machine.compute_end_s = now
         self.compute_ended.set()
 
 

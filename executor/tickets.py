@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slidedp.executor.streams import OpStream, PriorityStream
+    from slidedp.executor.worker import Worker
 
 
 class Aborted(RuntimeError):
@@ -27,7 +27,7 @@ class Ticket:
 
     __slots__ = ("_on_done", "_on_issued", "done", "error", "event", "issued", "name", "stream", "tracked")
 
-    def __init__(self, name: str = "", stream: OpStream | PriorityStream | None = None, tracked: bool = True) -> None:
+    def __init__(self, name: str = "", stream: Worker | None = None, tracked: bool = True) -> None:
         self.name, self.stream, self.tracked = name, stream, tracked
         self.issued = self.done = False
         self.error: BaseException | None = None

@@ -9,6 +9,7 @@ does not reorder calls. Elsewhere :class:`Words` refuses to run several ranks th
 from __future__ import annotations
 
 import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class Words:
         self.alive = part["alive"].reshape(n, _LINE)
         self._present = part["present"].view(np.uint8).reshape(2, n, layout.row)[:, :, : layout.num_params]
         self._num_exchanges = 0
+        self._abort_lock = threading.Lock()
 
     def _require_ordered(self, why: str) -> None:
         if self.world_size > 1 and platform.machine() not in ("x86_64", "AMD64"):
@@ -211,17 +213,18 @@ class Words:
     def abort(self, rank: int, reason: AbortReason, text: str) -> None:
         """Stops the run: every wait on every rank raises PeerError naming `rank` and `text`. A rank's first record stays."""
         cell = self._aborts[self.rank]
-        if cell[0]:
-            return
-        data = text.encode()[:_TEXT_BYTES]
-        cell[1:4] = rank, reason, len(data)
-        cell[_LINE:].view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-        self.store(cell, 0, 1)
+        with self._abort_lock:  # the watchdog and the user's thread may both have something to say
+            if cell[0]:
+                return
+            data = text.encode()[:_TEXT_BYTES]
+            cell[1:4] = rank, reason, len(data)
+            cell[_LINE:].view(np.uint8)[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            self.store(cell, 0, 1)
 
-    def aborted(self) -> AbortRecord | None:
-        """The record that stands, if any; the one of the lowest rank when there are several."""
+    def aborted(self, *, own: bool = False) -> AbortRecord | None:
+        """The record that another rank (or, with `own`, this one) has posted, if any; of several the lowest rank's."""
         for posted_by, cell in enumerate(self._aborts):
-            if cell[0] and self._load_min(cell[:1]):
+            if (own or posted_by != self.rank) and cell[0] and self._load_min(cell[:1]):
                 rank, reason, length = (int(x) for x in cell[1:4])
                 text = cell[_LINE:].view(np.uint8)[:length].tobytes().decode(errors="replace")
                 return AbortRecord(rank, posted_by, AbortReason(reason), text)

@@ -90,5 +90,5 @@ class Compute(Pass):
                         reads.append(Ref(ref.value, version - 1))
                     ref = Ref(ref.value, version)
                 writes.append(ref)
-            out.append(Op(op.name, op.kind, op.stream, op.layer, op.chunk, tuple(reads), tuple(writes), op.bytes, op.flops))
+            out.append(replace(op, reads=tuple(reads), writes=tuple(writes)))
         return tuple(out)

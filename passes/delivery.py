@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar
 
-from slidedp.compiler.decisions import GroupDecision, Route, Source
-from slidedp.compiler.layergraph import Group, cut_chunks
+from slidedp.compiler.decisions import Route, Source
+from slidedp.compiler.layergraph import cut_chunks
+from slidedp.compiler.memory import largest_cast
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
 from slidedp.passes.base import Pass, insert_after
 
@@ -56,7 +57,7 @@ class Delivery(Pass):
         group = self.layers.group(weight.group)
         decision = self.decisions.of(group.name)
         tag = weight.value.removeprefix("W.")
-        sharded = self.sharded(decision)
+        sharded = decision.delivery is Route.SHARDED and self.layers.world_size > 1
         scope = Scope.OWN if sharded else Scope.ALL
         num = len(cut_chunks(group.numel, decision.delivery_chunks, self.layers.world_size))
         ops = []
@@ -80,17 +81,7 @@ class Delivery(Pass):
                                   bytes=moved * (self.layers.world_size - 1)))
         return ops
 
-    def sharded(self, decision: GroupDecision) -> bool:
-        return decision.delivery is Route.SHARDED and self.layers.world_size > 1
-
     def staging(self) -> tuple[Slot, ...]:
         """Pinned buffers for cast chunks, each as large as the largest piece any group casts."""
-        largest = max((self.largest_piece(g) for g in self.layers.groups), default=0)
+        largest = largest_cast(self.layers, self.decisions)
         return (Slot("stage", self.decisions.staging_slots, largest * self.layers.compute_itemsize, "pinned"),) if largest else ()
-
-    def largest_piece(self, group: Group) -> int:
-        decision, world = self.decisions.of(group.name), self.layers.world_size
-        if decision.source is not Source.CAST:
-            return 0
-        chunks = cut_chunks(group.numel, decision.delivery_chunks, world)
-        return max((hi - lo for lo, hi in chunks), default=0) // (world if self.sharded(decision) else 1)

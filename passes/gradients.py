@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from slidedp.compiler.decisions import Reduction
 from slidedp.compiler.layergraph import Group, cut_chunks
+from slidedp.compiler.memory import largest_reduced
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
 from slidedp.passes.base import Pass, insert_after
 
@@ -63,9 +64,5 @@ class Gradients(Pass):
         return ops
 
     def reduce_buffers(self) -> tuple[Slot, ...]:
-        world = self.layers.world_size
-        pieces = [hi - lo for g in self.layers.groups if self.decisions.of(g.name).reduction is Reduction.GPU
-                  for lo, hi in (c.bounds(g, world) for c in self.chunks(g))]
-        if world == 1 or not pieces or not self.training:
-            return ()
-        return (Slot("red", self.decisions.reduce_slots, max(pieces) // world * self.layers.grad_itemsize),)
+        largest = largest_reduced(self.layers, self.decisions) if self.training else 0
+        return (Slot("red", self.decisions.reduce_slots, largest * self.layers.grad_itemsize),) if largest else ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from slidedp.compiler.layergraph import Group
+from slidedp.compiler.memory import num_window_slots
 from slidedp.compiler.ops import Op, OpGraph, Ref, Slot
 from slidedp.passes.base import Pass, weights
 
@@ -31,14 +32,14 @@ class Slots(Pass):
                for op in ops]
         return graph.with_(ops=tuple(ops), slots=graph.slots + self.pools(windowed))
 
+    @property
+    def num_slots(self) -> int:
+        return num_window_slots(self.layers, self.decisions)
+
     def kept_at_the_turn(self, windowed: list[Group]) -> frozenset[str]:
         if not self.training:
             return frozenset()
-        return frozenset(g.name for g in windowed[-self.window():])
-
-    def window(self) -> int:
-        """Slots that exist: no more than there are layers."""
-        return min(self.decisions.window, sum(self.layers.streams(g) for g in self.layers.groups))
+        return frozenset(g.name for g in windowed[-self.num_slots:])
 
     def rename(self, ref: Ref, kept: frozenset[str]) -> Ref:
         return replace(ref, value=weights("fwd", ref.group)) if ref.value.startswith("W.bwd.") and ref.group in kept else ref
@@ -46,7 +47,7 @@ class Slots(Pass):
     def weight_places(self, ops: list[Op]) -> dict[str, str]:
         """Value -> place of every `W`. Slots are taken in the order in which their last readers end."""
         last_read = {ref.value: i for i, op in enumerate(ops) for ref in op.reads if ref.value.startswith("W.")}
-        free_at = [-1] * self.window()
+        free_at = [-1] * self.num_slots
         place: dict[str, str] = {}
         for op in ops:
             for ref in op.reads:
@@ -76,11 +77,11 @@ class Slots(Pass):
         size, grad_size = self.layers.compute_itemsize, self.layers.grad_itemsize
         out = []
         if windowed:
-            out.append(Slot("w", self.window(), size * max(g.numel for g in windowed)))
+            out.append(Slot("w", self.num_slots, size * max(g.numel for g in windowed)))
             if self.training and (largest := max(g.num_trainable for g in windowed)):
                 out.append(Slot("g", self.decisions.grad_slots, grad_size * largest))
         for g in self.layers.groups:
-            if not self.layers.streams(g):
+            if g.uses and not self.layers.streams(g):
                 out.append(Slot(f"held.{g.name}", 1, size * g.numel))
                 if self.training and g.trainable:
                     out.append(Slot(f"gheld.{g.name}", 1, grad_size * g.num_trainable))

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from slidedp.compiler.ops import OpGraph, OpKind, Slot
 from slidedp.compiler.reach import MAX_DISTANCE, Reach
-from slidedp.compiler.text import format_bytes, print_ref
+from slidedp.compiler.text import print_ref
+from slidedp.compiler.units import format_bytes
 from slidedp.passes.requirements import EXTERNAL, Access, Memory, accesses, requirements, slot_name, written_as
 
 MAX_LISTED = 12

@@ -7,17 +7,45 @@
 The face of the package; see compiler/ (what a plan is), passes/ (how it is lowered) and executor/ (how it runs).
 """
 
-__version__ = "0.1.0"
-
 from slidedp.api import compile
+from slidedp.batch import BatchError
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.diff import PlanDiff, diff
+from slidedp.compiler.errors import TraceError
 from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile import PlanFile
-from slidedp.executor.step import StepResult
+from slidedp.executor.adam import NonFiniteGradient
+from slidedp.executor.segment import HostMemoryError
+from slidedp.executor.step import NonFiniteLoss, StepResult
+from slidedp.executor.words import PeerError
+from slidedp.paper import plan_on_paper
+from slidedp.passes.verify import VerifyError
 from slidedp.plan import Plan
+from slidedp.version import __version__
 
 load_plan = PlanFile.load
 
-__all__ = ["AdamW", "CostModel", "HardwareProfile", "Plan", "PlanDiff", "PlanFile", "StepResult", "compile", "diff", "load_plan"]
+__all__ = [
+    "AdamW",
+    "BatchError",
+    "CostModel",
+    "HardwareProfile",
+    "HostMemoryError",
+    "MemoryReport",
+    "NonFiniteGradient",
+    "NonFiniteLoss",
+    "PeerError",
+    "Plan",
+    "PlanDiff",
+    "PlanFile",
+    "StepResult",
+    "TraceError",
+    "VerifyError",
+    "__version__",
+    "compile",
+    "diff",
+    "load_plan",
+    "plan_on_paper",
+]

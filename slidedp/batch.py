@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -12,9 +13,7 @@ if TYPE_CHECKING:
 
 
 class BatchError(ValueError):
-    """A batch that cannot be run. `CODE` is what a rank posts in place of its token count to say that it has one."""
-
-    CODE: ClassVar[int] = -1
+    """A batch that cannot be run. Nothing has changed, on any rank."""
 
 
 def check_batch(batch: Mapping[str, Tensor], trace: Trace | None = None) -> dict[str, Tensor]:
@@ -28,6 +27,8 @@ def check_batch(batch: Mapping[str, Tensor], trace: Trace | None = None) -> dict
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise BatchError(f"batch[{key!r}] is {type(value).__name__}, not a tensor")
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise BatchError(f"batch[{key!r}] is {value.layout} on {value.device}: give a dense tensor with values")
         if value.numel() == 0:
             raise BatchError(f"batch[{key!r}] is empty (shape {tuple(value.shape)})")
     if not batch:

@@ -11,22 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import torch
-
+from slidedp.api import load_policy
 from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.diff import diff
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile, ops_hash
-from slidedp.compiler.planyaml import is_plan, write_decisions
 from slidedp.compiler.policy import merge_policies, parse_fixes
-from slidedp.compiler.strict import as_mapping, load_yaml
 from slidedp.compiler.text import print_graph
-from slidedp.compiler.units import format_bytes, parse_bytes
+from slidedp.compiler.units import parse_bytes
 from slidedp.hardware import builtin_profiles, load_profile
+from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
-from slidedp.planner import DTYPE_NAMES, Planner, Settings, Specialisation
-from slidedp.presets import PRESETS, build_meta_model
-from slidedp.report import describe, planfile_of
+from slidedp.planner import DTYPE_NAMES
+from slidedp.presets import PRESETS
+from slidedp.report import summary
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -101,35 +99,23 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     dump = dumper(args.dump_after) if args.dump_after else None  # before the slow part: the pass may not exist
-    spec = plan_model(args)
+    plan = plan_on_paper(
+        args.model, args.hw, batch=args.batch, seq=args.seq, ranks=args.ranks, policy=read_policy(args.policy, args.fix),
+        hbm_budget=args.hbm_budget, host_budget=args.host_budget, compute_dtype=DTYPES.get(args.compute_dtype),
+        grad_dtype=DTYPES.get(args.grad_dtype))
     if dump:
-        lower(spec.layers, spec.decisions, hbm_budget=args.hbm_budget, dump=dump)
-    print(describe(spec))
+        lower(plan.layers, plan.decisions, hbm_budget=args.hbm_budget, dump=dump)
+    print(summary(plan))
     if args.output:
-        planfile_of(spec).dump(args.output)
+        plan.dump(args.output)
         print(f"wrote {args.output}")
     return 0
 
 
-def plan_model(args: argparse.Namespace) -> Specialisation:
-    """The specialisation for a batch of ``--batch`` full sequences of ``--seq`` tokens."""
-    hw = load_profile(args.hw)
-    compute = args.compute_dtype or ("float32" if hw.gpu_name == "cpu" else "bfloat16")
-    settings = Settings(
-        hw=hw, compute_dtype=DTYPES[compute], grad_dtype=DTYPES[args.grad_dtype or compute], world_size=args.ranks or hw.num_gpus,
-        policy=merge_policies(read_policy(args.policy), parse_fixes(args.fix)), hbm_budget=args.hbm_budget,
-        host_budget=args.host_budget)
-    tokens = torch.zeros(args.batch, args.seq, dtype=torch.long)
-    planner = Planner(build_meta_model(args.model), settings)
-    draft = planner.draft({"input_ids": tokens, "labels": tokens.clone()})
-    return planner.finish(draft, draft.decisions)
-
-
-def read_policy(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    content = load_yaml(path)
-    return PlanFile.load(path).policy() if is_plan(content) else as_mapping(content, path)
+def read_policy(path: str | None, fixes: Sequence[str]) -> dict[str, Any]:
+    """What ``--policy`` pins, a plan all of it, under what ``--fix`` pins."""
+    policy = load_policy(path) or {}
+    return merge_policies(policy.policy() if isinstance(policy, PlanFile) else policy, parse_fixes(fixes))
 
 
 def dumper(after: str) -> Callable[[str, OpGraph], None]:
@@ -148,26 +134,6 @@ def run_show(args: argparse.Namespace) -> int:
     plan = PlanFile.load(args.plan)
     print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else summary(plan))
     return 0
-
-
-def summary(plan: PlanFile) -> str:
-    """A plan file in a screenful."""
-    layers, p = plan.layers, plan.predictions
-    batch = ", ".join(f"{key} {value}" for key, value in plan.specialisation.items())
-    rows = write_decisions(plan.decisions)
-    width = max(map(len, rows["decisions"]))
-    decisions = [f"  {name:<{width}}  {', '.join(f'{k} {v}' for k, v in row.items())}" for name, row in rows["decisions"].items()]
-    lines = [
-        f"{layers.model or 'model'}: {len(layers.layers)} layers, {sum(g.numel for g in layers.groups) / 1e9:.2f} G elements, "
-        f"{layers.compute_dtype}, {plan.world_size} rank{'s' * (plan.world_size > 1)}; {batch}",
-        f"hardware {plan.hardware}, cost model {plan.cost_model}",
-        "plan " + ", ".join(f"{key} {value}" for key, value in rows["plan"].items()),
-        *decisions,
-        f"predicted step {p.step_us / 1e3:.1f} ms, {p.tokens_per_s:,.0f} tokens/s, bound by {p.bottleneck}",
-        f"HBM {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)} a GPU, "
-        f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)}",
-    ]
-    return "\n".join(lines + ["decisions were edited: the predictions are of those before"] * plan.edited)
 
 
 def run_diff(args: argparse.Namespace) -> int:

@@ -6,24 +6,28 @@ back as ordinary ones when closed. Everything that reads state drains the pendin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
 from slidedp.batch import BatchError, check_batch
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.memory import Memory
+from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
 from slidedp.executor.collectives import open_collectives
+from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine, MachineOptions
 from slidedp.executor.step import Step, StepResult
+from slidedp.executor.words import PeerError
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, planfile_of
@@ -45,6 +49,7 @@ class Plan:
         self._machine: Machine | None = None
         self._current: Specialisation | None = None
         self._closed = False
+        self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
             self._start(example)
 
@@ -53,22 +58,27 @@ class Plan:
     def run(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Forward, backward, reduce and update on this rank's `batch`: one synchronous step of all ranks.
 
-        Returns once the loss can be known; the rest of the step goes on, and the next `run` waits for what it needs.
+        Returns once the loss is known; the rest of the step goes on, and the next `run` waits for what it needs. The batch
+        may be refilled at once. Look at the model through :attr:`model`, which waits.
 
         Raises:
             ValueError: the batch does not fit the model (on all ranks, if on any); nothing has changed.
-            NonFiniteLoss, NonFiniteGradient: see there; PeerError: another rank died or failed.
+            NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved.
+            PeerError: another rank died or failed; the plan can only be closed.
         """
-        machine, spec, step = self._begin(batch, training=True)
-        machine.run(spec.graph, spec.layers, spec.trace, step)
+        machine, spec, interpreter, step = self._begin(batch, training=True)
+        self._current = spec
+        machine.run(interpreter, step)
         return StepResult(step, self._optimizer.lr)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
-        self.synchronize()  # a backward under way looks at the modules' mode
+        self._require_open()
+        if self._machine is not None:
+            self._machine.synchronize()  # a backward under way looks at the modules' mode
         with evaluating(self._model):
-            machine, spec, step = self._begin(batch, training=False)
-            machine.run(spec.forward_graph, spec.layers, spec.trace, step)
+            machine, _, interpreter, step = self._begin(batch, training=False)
+            machine.run(interpreter, step)
             machine.synchronize()
         return step.global_loss()
 
@@ -89,66 +99,93 @@ class Plan:
             self._machine.synchronize()
         return measured_timeline(events, len(batches))
 
-    def _begin(self, batch: Mapping[str, Tensor], *, training: bool) -> tuple[Machine, Specialisation, Step]:
-        """Checks the batch, and agrees with the other ranks that there is a step, and over how many tokens."""
+    def _begin(self, batch: Mapping[str, Tensor], *, training: bool) -> tuple[Machine, Specialisation, Interpreter, Step]:
+        """Checks the batch, and agrees with the other ranks that there is a step, which one, and over how many tokens."""
         self._require_open()
         if self._machine is None:
             self._start(batch)
         machine = self._machine
         assert machine is not None
-        problem, spec, valid = None, None, 0
+        problem, valid, signature = None, 0, 0
         try:
             batch = check_batch(batch)
             spec = self._planner.find(batch) or self._specialise(batch)
             check_batch(batch, spec.trace)
-            valid = spec.trace.num_valid(batch)
-        except ValueError as e:
+            valid, signature = spec.trace.num_valid(batch), spec.signature(training=training)
+            interpreter = self._interpreter(machine, spec, training=training)
+            machine.take_back_model()
+        except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        counts = machine.agree(BatchError.CODE if problem else valid)
+        posted = machine.agree([int(problem is not None), valid, int(training), signature])
         if problem:
             raise problem
-        assert spec is not None
-        if bad := [rank for rank, n in enumerate(counts) if n == BatchError.CODE]:
-            raise BatchError(f"rank {bad[0]} was given a batch that it cannot run (its own error says why); no rank has run it")
-        if sum(counts) == 0:
-            raise BatchError("no valid token in the global batch (all labels are ignored, on every rank): the loss would be 0/0; "
-                             "skip this batch")
-        self._current = spec if training else self._current
-        return machine, spec, machine.new_step(batch, valid, sum(counts), loss_is_mean=spec.trace.loss_is_mean, training=training)
+        refuse_if_ranks_differ(posted, self._ranks.rank)
+        total = sum(valid for _, valid, *_ in posted)
+        step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
+        return machine, spec, interpreter, step
+
+    def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
+        graph = spec.graph if training else spec.forward_graph
+        machine.require_runnable(graph)
+        return machine.interpreter(graph, spec.layers, spec.trace)
 
     def _specialise(self, batch: Mapping[str, Tensor]) -> Specialisation:
         """A further specialisation: this rank's business alone, for groups and decisions are settled."""
-        self.synchronize()
-        draft = self._planner.draft(batch)
+        assert self._machine is not None
+        self._machine.synchronize()
+        self._machine.expose_model()
+        with torch.inference_mode(False):
+            draft = self._planner.draft(batch)
         return self._planner.finish(draft, draft.decisions)
 
     def _start(self, batch: Mapping[str, Tensor]) -> None:
         """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
         problem, draft = None, None
-        try:
-            draft = self._planner.draft(check_batch(batch))
-        except ValueError as e:
-            problem = e
-        failed = self._collectives.gather_ints([int(problem is not None)])
-        if problem:
-            raise problem
-        assert draft is not None
-        if [1] in failed:
-            raise BatchError(f"rank {failed.index([1])} could not plan its first batch (its own error says why)")
-        spec = self._planner.finish(draft, agree_on_decisions(draft.decisions, draft.layers, self._collectives))
+        with torch.inference_mode(False):
+            try:
+                draft = self._planner.draft(check_batch(batch))
+                check_batch(batch, draft.trace)
+            except Exception as e:
+                problem = e
+            self._raise_on_all_ranks(problem)
+            assert draft is not None
+            try:
+                decisions = agree_on_decisions(draft.decisions, draft.layers, self._collectives)
+                spec = self._planner.finish(draft, decisions)
+                self._machine = self._build(spec)
+                self._current = spec
+            except ValueError as e:
+                problem = e
+            self._raise_on_all_ranks(problem)
+        self._finalizer = weakref.finalize(self, close_quietly, self._machine)
+
+    def _build(self, spec: Specialisation) -> Machine:
         s = self._settings
-        self._machine = Machine(
+        return Machine(
             self._model, spec.layers, spec.graph, spec.decisions, collectives=self._collectives, device=self._ranks.device,
             optimizer=self._optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
             options=self._options)
-        self._current = spec
+
+    def _raise_on_all_ranks(self, problem: Exception | None) -> None:
+        failed = [flag for (flag,) in self._collectives.gather_ints([int(problem is not None)])]
+        if problem:
+            raise problem
+        if any(failed):
+            if self._machine is not None:
+                machine, self._machine = self._machine, None
+                machine.abandon(PeerError(failed.index(1), f"rank {failed.index(1)} could not start"))
+                machine.close()
+            raise BatchError(f"rank {failed.index(1)} could not plan its first batch (its own error says why)")
 
     # ---- the model ----
 
     @property
     def model(self) -> nn.Module:
-        """The user's module; its parameters are views of the FP32 master weights, current until the next `run`."""
-        if self._machine is not None and not self._closed:
+        """The user's module; its parameters are views of the FP32 master weights, current until the next `run`.
+
+        What is written into them (``load_state_dict``) counts from the next `run` on.
+        """
+        if not self._closed:
             self.synchronize()
         return self._model
 
@@ -156,7 +193,7 @@ class Plan:
         """Wait until every pending update, on every rank, is in the master weights and `model` shows them."""
         if self._machine is not None and not self._closed:
             self._machine.synchronize()
-            self._machine.restore_model()
+            self._machine.expose_model()
 
     def close(self) -> None:
         """Drain, stop the workers and free pinned and shared memory. The model keeps its (ordinary) parameters."""
@@ -164,6 +201,8 @@ class Plan:
             return
         self._closed = True
         if self._machine is not None:
+            if self._finalizer is not None:
+                self._finalizer.detach()
             self._machine.close()
         else:
             self._collectives.close()
@@ -172,6 +211,8 @@ class Plan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._machine is not None and not self._closed and self._ranks.world_size > 1:
+            self._machine.abandon(error)
         self.close()
 
     def _require_open(self) -> None:
@@ -182,6 +223,7 @@ class Plan:
 
     @property
     def decisions(self) -> Decisions:
+        """Routes, sources and chunks of every group, and the numbers of slots."""
         return self._spec.decisions
 
     @property
@@ -200,13 +242,14 @@ class Plan:
         self.to_planfile().dump(path)
 
     def to_planfile(self) -> PlanFile:
+        """What :meth:`dump` writes."""
         return planfile_of(self._spec)
 
     def simulate(self) -> Timeline:
         """Predicted steady-state step under the cost model: step time, spans and utilisation by stream, bottleneck."""
         return self._spec.timeline
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryReport:
         """Bytes by use, on the device and on the host."""
         return memory_of(self._spec)
 
@@ -216,6 +259,28 @@ class Plan:
 
     def __str__(self) -> str:
         return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)
+
+
+def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
+    """BatchError, on every rank, unless all have a batch for the same kind of step and there is a token to learn from."""
+    for other, (failed, _, training, signature, *_) in enumerate(posted):
+        if failed:
+            raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
+        if training != posted[rank][2]:
+            raise BatchError(f"rank {other} {'trains' if training else 'evaluates'} while rank {rank} does not: all ranks must "
+                             "make the same calls in the same order; no rank has run it")
+        if signature != posted[rank][3]:
+            raise BatchError(f"the batch of rank {other} uses other layers than that of rank {rank}, so that their steps would "
+                             "move other weights; give all ranks batches of one kind; no rank has run it")
+    if not any(valid for _, valid, *_ in posted):
+        raise BatchError("no valid token in the global batch (all labels are ignored, on every rank): the loss would be 0/0; "
+                         "skip this batch")
+
+
+def close_quietly(machine: Machine) -> None:
+    """A plan that nobody closed and nobody holds any more: at collection, or at exit."""
+    with suppress(Exception):
+        machine.close()
 
 
 @contextmanager

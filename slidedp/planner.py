@@ -6,6 +6,7 @@ One :class:`Planner` serves one plan. The first batch fixes the parameter groups
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.defaults import check_budgets, default_decisions
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, simulate
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace
+from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -56,10 +58,19 @@ class Specialisation:
     trace: Trace
     layers: LayerGraph
     decisions: Decisions
-    graph: OpGraph
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """The graph of a training step."""
+        return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget)
+
+    @cached_property
+    def forward_graph(self) -> OpGraph:
+        """The graph of `evaluate`: deliveries, forward and loss."""
+        return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget, training=False)
 
     @cached_property
     def costs(self) -> ResolvedCosts:
@@ -70,10 +81,10 @@ class Specialisation:
     def timeline(self) -> Timeline:
         return simulate(self.graph, self.costs.duration_us)
 
-    @cached_property
-    def forward_graph(self) -> OpGraph:
-        """The graph of `evaluate`: deliveries, forward and loss."""
-        return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget, training=False)
+    def signature(self, *, training: bool) -> int:
+        """Of the ops in order: ranks whose signatures differ would issue different collectives."""
+        graph = self.graph if training else self.forward_graph
+        return zlib.crc32("\n".join(op.name for op in graph.ops).encode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +100,7 @@ class Draft:
 
 
 class Planner:
-    """Plans `model` under `settings`, one specialisation per shape, dtype and guard values.
+    """Plans `model` under `settings`, one specialisation per shape, dtype, mode and guard values.
 
     `find` looks up; `draft` and `finish` make a new one. Between the two, ranks agree: the first draft's decisions are
     this rank's own opinion.
@@ -99,11 +110,18 @@ class Planner:
         self.model, self.settings = model, settings
         self.groups: tuple[Group, ...] | None = None
         self.decisions: Decisions | None = None
+        self.trainable: tuple[bool, ...] = ()
         self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
+
+    def key(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Shapes and dtypes, and every module's mode. ValueError if parameters have been frozen or unfrozen since the start."""
+        if self.groups is not None and self.trainable != requires_grad(self.model):
+            raise ValueError("requires_grad of a parameter has changed since the plan was made: close it and compile anew")
+        return specialisation_key(batch, self.model.training), tuple(m.training for m in self.model.modules())
 
     def find(self, batch: Mapping[str, Tensor]) -> Specialisation | None:
         """The specialisation whose shapes and guards fit `batch`, if there is one."""
-        for spec in self.known.get(specialisation_key(batch, self.model.training), ()):
+        for spec in self.known.get(self.key(batch), ()):
             if guards_hold(spec.trace, batch) is None:
                 return spec
         return None
@@ -118,18 +136,45 @@ class Planner:
         traced = trace(self.model, batch, loss_fn=s.loss_fn, layers=s.layers, world_size=s.world_size,
                        compute_dtype=s.compute_dtype, device=s.device, groups=self.groups)
         layers = replace(traced.graph, grad_dtype=DTYPE_NAMES[s.grad_dtype])
+        if not any(g.trainable for g in layers.groups):
+            raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
+        decisions = self.decisions or decide(layers, s)
+        check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
+                      s.hw.host_bytes if s.host_budget is None else s.host_budget)
         shapes = {key: tuple(value.shape) for key, value in batch.items()}
-        return Draft(specialisation_key(batch, self.model.training), traced, layers, self.decisions or decide(layers, s),
-                     traced.num_valid(batch), shapes)
+        return Draft(self.key(batch), traced, layers, decisions, traced.num_valid(batch), shapes)
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
-        """Lower and verify. The first specialisation's groups and `decisions` become those of the plan."""
-        s = self.settings
-        graph = lower(draft.layers, decisions, hbm_budget=s.hbm_budget)
-        self.groups, self.decisions = draft.layers.groups, decisions  # only now: a failed first batch must not pin anything
-        spec = Specialisation(draft.trace, draft.layers, decisions, graph, draft.num_tokens, draft.shapes, s)
+        """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
+        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
+        if self.groups is None:
+            _ = spec.graph  # verified before anything is pinned
+            self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
+        elif same := self.alike(draft.layers):
+            spec.__dict__["graph"] = with_costs_of(same.graph, spec)
+            if "forward_graph" in same.__dict__:
+                spec.__dict__["forward_graph"] = same.forward_graph
         self.known.setdefault(draft.key, []).append(spec)
         return spec
+
+    def alike(self, layers: LayerGraph) -> Specialisation | None:
+        """A lowered specialisation with the same stages and groups: another batch shape changes no op and no edge."""
+        shape = [(s.name, s.groups) for s in layers.stages], layers.groups
+        for spec in (spec for specs in self.known.values() for spec in specs if "graph" in spec.__dict__):
+            if shape == ([(s.name, s.groups) for s in spec.layers.stages], spec.layers.groups):
+                return spec
+        return None
+
+
+def requires_grad(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(p.requires_grad for p in model.parameters())
+
+
+def with_costs_of(graph: OpGraph, spec: Specialisation) -> OpGraph:
+    """`graph`, lowered for another batch shape, with the bytes and flops of compute ops for this one."""
+    fresh = {op.name: op for op in Compute(spec.layers, spec.decisions).run(OpGraph()).ops}
+    ops = (replace(op, bytes=fresh[op.name].bytes, flops=fresh[op.name].flops) if op.name in fresh else op for op in graph.ops)
+    return graph.with_(ops=tuple(ops))
 
 
 def decide(layers: LayerGraph, settings: Settings) -> Decisions:

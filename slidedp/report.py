@@ -1,16 +1,16 @@
-"""What a plan says about itself: a short description, memory by place, and the plan file."""
+"""What a plan says about itself: the plan file, a summary of it, and memory by place."""
 
 from __future__ import annotations
 
-from slidedp import __version__
-from slidedp.compiler.memory import Memory, estimate_memory
+from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
-from slidedp.compiler.runlength import runs
+from slidedp.compiler.planyaml import write_decisions
 from slidedp.compiler.units import format_bytes
-from slidedp.planner import DTYPE_NAMES, Specialisation
+from slidedp.planner import Specialisation
+from slidedp.version import __version__
 
 
-def memory_of(spec: Specialisation) -> Memory:
+def memory_of(spec: Specialisation) -> MemoryReport:
     return estimate_memory(spec.layers, spec.decisions)
 
 
@@ -31,22 +31,24 @@ def predicted_tokens_per_s(spec: Specialisation) -> float:
 
 
 def describe(spec: Specialisation) -> str:
-    """A few lines: the model, how it moves, what it needs, how long a step should take and what binds it."""
-    layers, d, memory, timeline = spec.layers, spec.decisions, memory_of(spec), spec.timeline
-    num_params = sum(p.numel for g in layers.groups for p in g.params)
+    """A few lines about one specialisation: those of its plan file."""
+    return summary(planfile_of(spec))
+
+
+def summary(plan: PlanFile) -> str:
+    """A plan in a screenful: the model, how it moves, what it needs, how long a step should take and what binds it."""
+    layers, p, ranks = plan.layers, plan.predictions, plan.world_size
+    batch = ", ".join(f"{key} {value}" for key, value in plan.specialisation.items())
+    rows = write_decisions(plan.decisions)
+    width = max(map(len, rows["decisions"]))
     lines = [
-        f"SlideDP plan: {layers.model}, {num_params / 1e6:.1f} M parameters, {len(layers.layers)} layers, "
-        f"{layers.world_size} rank{'s' if layers.world_size > 1 else ''}, {DTYPE_NAMES[spec.settings.compute_dtype]} compute, "
-        f"profile {spec.settings.hw.name}",
-        f"  window {d.window} weight slots, {d.grad_slots} gradient slots; {len(spec.graph.ops)} ops, "
-        f"{len(spec.graph.edges)} edges",
+        f"{layers.model or 'model'}: {len(layers.layers)} layers, {sum(g.numel for g in layers.groups) / 1e6:,.1f} M elements, "
+        f"{layers.compute_dtype}, {ranks} rank{'s' * (ranks > 1)}; {batch}",
+        f"hardware {plan.hardware}, cost model {plan.cost_model}",
+        "plan " + ", ".join(f"{key} {value}" for key, value in rows["plan"].items()),
+        *(f"  {name:<{width}}  {', '.join(f'{k} {v}' for k, v in row.items())}" for name, row in rows["decisions"].items()),
+        f"predicted step {p.step_us / 1e3:.1f} ms, {p.tokens_per_s:,.0f} tokens/s, bound by {p.bottleneck}",
+        f"HBM {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)} a GPU, "
+        f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)} (once, for all ranks)",
     ]
-    for names, decision in runs([(g.name, d.of(g.name)) for g in layers.groups]):
-        lines.append(f"  {names}: {decision.source} -> {decision.delivery} x{decision.delivery_chunks}, gradients "
-                     f"{decision.reduction} x{decision.return_chunks}, activations {decision.act}")
-    lines += [
-        f"  device {format_bytes(memory.hbm_bytes)}, host {format_bytes(memory.host_bytes)} (once, for all ranks)",
-        f"  predicted step {timeline.step_us / 1e3:.1f} ms, {predicted_tokens_per_s(spec):.0f} tokens/s, "
-        f"bound by {timeline.bottleneck}",
-    ]
-    return "\n".join(lines)
+    return "\n".join(lines + ["decisions were edited: the predictions are of those before"] * plan.edited)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from delays import Delays
 from tiny_models import PlainGPT, lm_batch
 from training import Trained, norm_wise, state_of, train_plainly
 
 import slidedp
+from slidedp.compiler.ops import OpKind
+from slidedp.executor.machine import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
 
@@ -61,10 +65,10 @@ def build(rank: int) -> torch.nn.Module:
 
 def train(rank: int, world: int, num_steps: int, **options: Any) -> tuple[Trained, dict[str, int], torch.nn.Module]:
     plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, **options)
-    losses, grads = [], {}
+    losses, grads = [], []
     for step in range(num_steps):
         losses.append(plan.run(shares(world, step)[rank]).loss)
-        grads = grads or state_of(plan).grads
+        grads = grads or state_of(plan).grads  # the first step's: reading them drains the plan
     done = state_of(plan)
     counters = plan.counters()
     plan.close()
@@ -82,7 +86,7 @@ def against_plain_pytorch(num_steps: int) -> dict[str, float]:
     dist.barrier()
     return {
         "losses": max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True)),
-        "grads": max(norm_wise(got.grads[n], want.grads[n]) for n in names),
+        "grads": max(norm_wise(got.grads[0][n], want.grads[0][n]) for n in names),
         "moments": max(norm_wise(getattr(got, m)[n], getattr(want, m)[n]) for n in names for m in ("exp_avg", "exp_avg_sq")),
         "weight_change": max(norm_wise(got.params[n] - initial[n], want.params[n] - initial[n]) for n in names),
     }
@@ -101,6 +105,40 @@ def datapaths(full: bool) -> dict[str, Any]:
     return {"digests": list(digests), "runs": sum(map(len, digests.values())), "odd": [v for v in digests.values()][1:]}
 
 
+def races(num_seeds: int) -> dict[str, Any]:
+    """Random delays, other ones on every rank, over the four datapaths, cast and shadow in turns; released slots hold NaN."""
+    rank, world = start()
+    results: dict[str, Any] = {"undisturbed": "", "runs": 0, "odd": [], "kinds": {}, "slowed": {}}
+    for d, r, s in product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow")):
+        policy = {"delivery": d, "reduction": r, "source": s, "delivery_chunks": 3, "return_chunks": 2, "window": 2}
+        digest, kinds = race(rank, world, policy, MachineOptions())
+        results["undisturbed"] = results["undisturbed"] or digest
+        assert digest == results["undisturbed"], policy
+        slowed = results["slowed"].setdefault(f"{d}-{r}", set())
+        results["kinds"].setdefault(f"{d}-{r}", set()).update(kinds.values())
+        for turn in range(num_seeds // 2):
+            seed = 2 * turn + (s == "shadow")
+            delays = Delays(kinds, 2 * turn + seed % 2 + 5 * rank, f"{d} {r} {seed} {rank}")
+            digest, _ = race(rank, world, policy, MachineOptions(delay=delays, poison=True))
+            results["runs"] += 1
+            results["odd"] += [f"{policy} seed {seed} slow {delays.slow}"] * (digest != results["undisturbed"])
+            slowed |= delays.slowed
+    for key in ("kinds", "slowed"):
+        results[key] = {datapath: sorted(kinds) for datapath, kinds in results[key].items()}
+    return results
+
+
+def race(rank: int, world: int, policy: dict[str, Any], options: MachineOptions) -> tuple[str, dict[str, OpKind]]:
+    """Digest of three steps with nothing between them that waits, and the kind of every op."""
+    plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, policy=policy)
+    plan._options = options
+    losses = [plan.run(shares(world, step)[rank]).loss for step in range(3)]
+    done = state_of(plan)
+    kinds = {op.name: op.kind for op in plan._spec.graph}
+    plan.close()
+    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, []).digest(), kinds
+
+
 def counters() -> dict[str, dict[str, int]]:
     """Bytes this rank moved and parameters it updated, in two steps, sharded and replicated."""
     rank, world = start()
@@ -113,32 +151,78 @@ def counters() -> dict[str, dict[str, int]]:
 
 
 def memory(width: int, layers: int) -> dict[str, int]:
-    """Proportional set size of the shared segments of this rank, summed over ranks by the test, beside what they hold."""
+    """Bytes of this rank beyond what the process had before the model was built, and what the state should take.
+
+    `pss`: whole process but for mapped files (libraries), each page as 1/n where n processes map it. `peak_private`, `peak_resident`: the most since then, of
+    memory that is its own (sampled each millisecond) and of all that it has mapped (from the kernel). `slots`: window,
+    gradient and staging buffers, which on a GPU would be device memory.
+    """
     rank, _ = start()
+    train_once(rank, 32, 2).close()  # so that no module is imported and no thread pool made later
+    dist.barrier()
+    reset_peak()
+    pss, private, resident = anonymous_pss(), status("RssAnon"), status("VmRSS")
+    with PeakPrivate() as peak:
+        plan = train_once(rank, width, layers)
+        dist.barrier()
+        host = plan._machine.state.bytes_by_place()
+        slots = sum(slot.count * slot.bytes for slot in plan._spec.graph.slots)
+        result = {"pss": anonymous_pss() - pss, "peak_resident": status("VmHWM") - resident,
+                  "master": host["master"], "moments": host["moments"], "state": sum(host.values()), "slots": slots,
+                  "parameters": sum(p.nbytes for p in plan.model.parameters())}
+        dist.barrier()
+    plan.close()
+    return result | {"peak_private": peak.bytes - private}
+
+
+def train_once(rank: int, width: int, layers: int) -> slidedp.Plan:
     with torch.device("cpu" if rank == 0 else "meta"):
         gpt = PlainGPT(width=width, layers=layers)
-    plan = slidedp.compile(gpt, "cpu", example=lm_batch(), policy={"source": "cast"})
+    plan = slidedp.compile(gpt, "cpu", policy={"source": "cast", "window": 1, "chunks": 4, "grad_slots": 1})
     plan.run(lm_batch())
     plan.synchronize()
-    dist.barrier()
-    host = plan._machine.state.bytes_by_place()
-    result = {"pss": shared_pss(), "master": host["master"], "moments": host["moments"], "all": sum(host.values()),
-              "params": sum(p.numel() for p in plan.model.parameters())}
-    dist.barrier()
-    plan.close()
-    return result
+    return plan
 
 
-def shared_pss() -> int:
-    """Bytes of memfd mappings, each page counted as 1/n where n processes map it (Linux, Documentation/filesystems/proc)."""
-    total, ours = 0, False
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
-                ours = "memfd:" in line
-            elif ours and line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
+class PeakPrivate:
+    """Samples anonymous memory of this process while the block runs. `bytes`: the most seen."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def _sample(self) -> None:
+        while not self._end.wait(1e-3):
+            self.bytes = max(self.bytes, status("RssAnon"))
+
+    def __enter__(self) -> PeakPrivate:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def anonymous_pss() -> int:
+    """Private and shared anonymous memory. Not files: their share grows when an unrelated process with torch ends."""
+    return sum(_kilobytes("/proc/self/smaps_rollup", key) for key in ("Pss_Anon", "Pss_Shmem"))
+
+
+def status(key: str) -> int:
+    return _kilobytes("/proc/self/status", key)
+
+
+def _kilobytes(path: str, key: str) -> int:
+    with open(path) as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith(key + ":"))
+
+
+def reset_peak() -> None:
+    """VmHWM starts anew (Linux, proc_pid_clear_refs(5))."""
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")
 
 
 def bad_batch_on_one_rank() -> str:

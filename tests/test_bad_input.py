@@ -84,7 +84,8 @@ def with_parameter(value):
 
 
 @pytest.mark.parametrize(("value", "names"), [
-    (torch.eye(3).to_sparse(), "sparse"), (torch.ones(2, dtype=torch.complex64), "complex"), (torch.ones(2, dtype=torch.int8), "int8"),
+    (torch.eye(3).to_sparse(), "sparse"), (torch.ones(2, dtype=torch.complex64), "complex"),
+    (torch.ones(2, dtype=torch.int8), "int8"),
 ])
 def test_parameters_that_cannot_be_trained(value, names):
     with pytest.raises(ValueError, match=rf"blocks\.1\.extra.*{names}"):

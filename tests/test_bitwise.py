@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections import Counter
+from itertools import cycle, islice, product
 
 import pytest
 import torch
 from tiny_models import PlainGPT, all_cases, family, lm_batch
 from torch import nn
-from training import assert_same_bits, loss_of_output, norm_wise, rounded, train_plainly, train_planned, train_resident
+from training import (
+    assert_same_bits,
+    assert_same_tensors,
+    loss_of_output,
+    norm_wise,
+    rounded,
+    train_plainly,
+    train_planned,
+    train_resident,
+)
 
 import slidedp
 
@@ -32,7 +42,7 @@ def loss_of_case(case):
 
 @pytest.mark.parametrize("name", CASES)
 def test_five_steps(name):
-    """Losses, first gradients, weights and both moments, for every family and padding, and for plain modules."""
+    """Losses, every step's gradients, weights and both moments, for every family and padding, and for plain modules."""
     case = CASES[name]
     model, batches = case.model(), [case.batch(seed) for seed in range(1, 6)]
     want = train_plainly(model, batches, OPTIMIZER, loss_of_case(case))
@@ -74,6 +84,100 @@ def test_dropout_is_replayed():
     assert_same_bits(got, want)
     torch.manual_seed(6)
     assert train_planned(model, batches, OPTIMIZER, update_kernel="torch").losses != want.losses
+
+
+MIXED = [("none", 2, 10), ("padded", 2, 10), ("padded", 3, 7), ("none", 3, 7), ("ones", 2, 10), ("padded", 2, 10)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_one_plan_of_several_shapes(name):
+    """Two shapes, with and without padding, in turns: a specialisation each, over one state."""
+    model, batches = family(name), [lm_batch(padding, 1 + i, b, s) for i, (padding, b, s) in enumerate(MIXED)]
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output)
+    num_specs = []
+    got = train_planned(model, batches, OPTIMIZER, update_kernel="torch", policy={"window": 2, "chunks": 3},
+                        after=lambda plan: num_specs.append(sum(map(len, plan._planner.known.values()))))
+    assert_same_bits(got, want)
+    assert num_specs[0] == 1
+    assert 4 <= num_specs[-1] < len(MIXED), "the second padded batch of a shape has a specialisation already"
+
+
+def eager_eval(model, batch):
+    """Mean loss in eval mode; every submodule's mode is put back."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        loss = loss_of_output(model, batch).item()
+    for module, mode in modes:
+        module.training = mode
+    return loss
+
+
+@pytest.mark.parametrize("toggle", [False, True], ids=["train", "toggled"])
+@pytest.mark.parametrize("name", ["gpt-dropout", "qwen3"])
+def test_evaluate_between_steps(name, toggle):
+    """It equals eager's eval loss and changes no bit of training, which draws the dropout that it would have drawn anyhow.
+
+    `toggle`: the user switches modes themselves, as training loops do: the third step is taken in eval mode.
+    """
+    model = PlainGPT(dropout=0.3) if name == "gpt-dropout" else family(name)
+    batches = [lm_batch(seed=i, batch=2 + i % 2) for i in range(5)]
+    held_out = lm_batch(seed=9, batch=3) if name == "gpt-dropout" else lm_batch("padded", seed=9)
+    want_evals, got_evals, steps = [], [], Counter()
+
+    def between(model, evals, evaluate, who):
+        steps[who] += 1
+        if toggle:
+            model.eval()
+        evals.append(evaluate(held_out))
+        if toggle and steps[who] != 2:
+            model.train()
+
+    torch.manual_seed(5)
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output,
+                         after=lambda m: between(m, want_evals, lambda batch: eager_eval(m, batch), "eager"))
+    torch.manual_seed(5)
+    got = train_planned(model, batches, OPTIMIZER, update_kernel="torch",
+                        after=lambda plan: between(plan.model, got_evals, plan.evaluate, "plan"))
+    assert got_evals == want_evals
+    assert_same_bits(got, want)
+    if name == "gpt-dropout" and toggle:
+        torch.manual_seed(5)
+        always = train_plainly(model, batches, OPTIMIZER, loss_of_output)
+        assert always.losses[:2] == want.losses[:2]
+        assert always.losses[2] != want.losses[2], "the third step must have been without dropout"
+
+
+def test_evaluate_without_reading_the_model():
+    """Evaluations follow steps whose updates are still under way, and steps follow evaluations, with nothing between."""
+    model, batches = PlainGPT(dropout=0.3), [lm_batch(seed=i) for i in range(4)]
+    want_evals, got_evals = [], []
+    torch.manual_seed(5)
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output,
+                         after=lambda m: want_evals.extend(eager_eval(m, lm_batch(seed=s)) for s in (7, 8)))
+    torch.manual_seed(5)
+    got = train_planned(model, batches, OPTIMIZER, update_kernel="torch", policy={"window": 1, "chunks": 2, "source": "cast"},
+                        after=lambda plan: got_evals.extend(plan.evaluate(lm_batch(seed=s)) for s in (7, 8)))
+    assert got_evals == want_evals
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_state_dict_in_mid_training(name):
+    """The same keys in the same order, the same bits, tied weights tied, after every step."""
+    model, batches = family(name), list(islice(cycle([lm_batch("padded", 1), lm_batch("none", 2)]), 4))
+    want, got = [], []
+
+    def keep(into, model):
+        state = model.state_dict()
+        into.append(({n: t.clone() for n, t in state.items()}, Counter(t.data_ptr() for t in state.values()).most_common(1)[0][1]))
+
+    train_plainly(model, batches, OPTIMIZER, loss_of_output, after=lambda m: keep(want, m))
+    train_planned(model, batches, OPTIMIZER, update_kernel="torch", after=lambda plan: keep(got, plan.model))
+    for step, ((mine, my_ties), (theirs, their_ties)) in enumerate(zip(got, want, strict=True), 1):
+        assert list(mine) == list(theirs)
+        assert my_ties == their_ties == 2
+        assert_same_tensors(mine, theirs, f"state_dict after step {step}")
 
 
 def frozen_gpt():
@@ -132,7 +236,7 @@ def test_bf16_equals_the_resident_recipe(name):
     """BF16 weights, activations and gradients, FP32 masters: bit for bit what a trainer that holds them all does."""
     case = CASES[name]
     model, batches = rounded(case.model()), [case.batch(seed) for seed in range(1, 6)]
-    want = train_resident(model, batches, OPTIMIZER, "cpu")
+    want = train_resident(model, batches, OPTIMIZER, "cpu", keep_grads=True)
     got = train_planned(model, batches, OPTIMIZER, compute_dtype=torch.bfloat16, update_kernel="torch")
     assert_same_bits(got, want)
 

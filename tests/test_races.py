@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import threading
 
 import pytest
 import torch
+from delays import Delays
 from tiny_models import PlainGPT, lm_batch
 from training import state_of
 
 import slidedp
-from slidedp.compiler.ops import OpKind, Stream
+from slidedp.compiler.ops import Stream
 from slidedp.compiler.text import parse_graph, print_graph
 from slidedp.executor.machine import MachineOptions
 from slidedp.passes.verify import check
@@ -42,31 +42,37 @@ def train(plan, steps=3):
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
-    digests = {train(plan_of(policy)).digest() for policy in POLICIES}
+def plain_runs():
+    """Digest of an undisturbed run, one for all policies; and of each policy's graph, op name -> kind."""
+    digests, kinds = set(), []
+    for policy in POLICIES:
+        plan = plan_of(policy)
+        digests.add(train(plan).digest())
+        kinds.append({op.name: op.kind for op in plan._spec.graph})
     assert len(digests) == 1
-    return digests.pop()
+    return digests.pop(), kinds
 
 
-def delays(seed):
-    """Mostly none, sometimes long, and some ops always slow: what makes rare orders common."""
-    rng = random.Random(seed)
-    slow = rng.choice(list(OpKind)).value
-
-    def delay(name):
-        if name.startswith(slow) or (slow == "cpu_update" and name.startswith("cpu_update")):
-            return 1e-3
-        return rng.random() * 1e-3 if rng.random() < 0.2 else 0.0
-
-    return delay
+@pytest.fixture(scope="module")
+def undisturbed(plain_runs):
+    return plain_runs[0]
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_random_delays_change_no_bit(undisturbed, block):
-    """50 seeds a block, 200 in all, over three policies; released slots are filled with NaN."""
-    for seed in range(50 * block, 50 * block + 50):
-        plan = plan_of(POLICIES[seed % len(POLICIES)], MachineOptions(delay=delays(seed), poison=True))
-        assert train(plan).digest() == undisturbed, f"seed {seed}"
+def test_random_delays_change_no_bit(plain_runs, block):
+    """50 seeds a block, 200 in all, over three policies; released slots are filled with NaN.
+
+    Every kind of op that a policy's graph has is the slow one in some seeds of each block.
+    """
+    undisturbed, kinds_of = plain_runs
+    slowed = [set() for _ in POLICIES]
+    for i, seed in enumerate(range(50 * block, 50 * block + 50)):
+        which = i % len(POLICIES)
+        delays = Delays(kinds_of[which], turn=i // len(POLICIES), seed=seed)
+        plan = plan_of(POLICIES[which], MachineOptions(delay=delays, poison=True))
+        assert train(plan).digest() == undisturbed, f"seed {seed}, slow {delays.slow}"
+        slowed[which] |= delays.slowed
+    assert slowed == [set(kinds.values()) for kinds in kinds_of]
 
 
 def test_a_missing_edge_is_found_by_delays(undisturbed):

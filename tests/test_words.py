@@ -206,7 +206,7 @@ def test_a_dead_peer_is_reported_and_a_stuck_process_ended(make_ranks, capfd):
     assert f"rank 1 (pid {peer.pid}) died" in capfd.readouterr().err
     with pytest.raises(PeerError, match=rf"rank 1 \(pid {peer.pid}\) died"):
         dog.check()
-    assert words.aborted().reason is AbortReason.DIED
+    assert words.aborted(own=True).reason is AbortReason.DIED
     dog.stop()
 
 

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 import slidedp
+from slidedp.executor.host_state import shaped
 
 Batch = Mapping[str, Tensor]
 
 
 @dataclass
 class Trained:
-    """What a run leaves: losses, and by parameter name the weights, both moments, and the first step's gradients."""
+    """What a run leaves: losses, and by parameter name the weights, both moments, and gradients: one dictionary a step kept."""
 
     losses: list[float]
     params: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
-    grads: dict[str, Tensor]
+    grads: list[dict[str, Tensor]]
 
     def digest(self) -> str:
         """Of every bit of losses, weights and moments."""
@@ -40,34 +41,38 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW,
-                  loss_of: Callable[[nn.Module, Batch], Tensor]) -> Trained:
-    """`loss.backward()` and `torch.optim.AdamW` on a copy of `model`; returned tensors are the copy's."""
+                  loss_of: Callable[[nn.Module, Batch], Tensor], after: Callable[[nn.Module], None] | None = None) -> Trained:
+    """`loss.backward()` and `torch.optim.AdamW` on a copy of `model`; returned tensors are the copy's.
+
+    `after`: called with the copy when a step is over.
+    """
     model = copy.deepcopy(model)
     name = names_of(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trainable if optimizer.decays(name[id(p)])], "weight_decay": optimizer.weight_decay},
               {"params": [p for p in trainable if not optimizer.decays(name[id(p)])], "weight_decay": 0.0}]
     adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
-    losses, grads = [], {}
+    losses, grads = [], []
     for batch in batches:
         adam.zero_grad(set_to_none=True)
         loss = loss_of(model, batch)
         loss.backward()
-        if not grads:
-            grads = {name[id(p)]: p.grad.clone() for p in trainable if p.grad is not None}
+        grads.append({name[id(p)]: p.grad.clone() for p in trainable if p.grad is not None})
         adam.step()
         losses.append(loss.item())
+        if after is not None:
+            after(model)
     state = {name[id(p)]: adam.state[p] for p in trainable if adam.state[p]}
     return Trained(losses, {n: p.detach() for n, p in model.named_parameters()},
                    {n: s["exp_avg"] for n, s in state.items()}, {n: s["exp_avg_sq"] for n, s in state.items()}, grads)
 
 
 def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, device: str,
-                   state_device: str | None = None) -> Trained:
+                   state_device: str | None = None, keep_grads: bool = False) -> Trained:
     """BF16 weights and gradients, FP32 masters and moments, all on one device: the recipe that a plan streams.
 
     `model` in BF16 on the device is used up; anything else is copied. `state_device`: where masters and moments are instead.
-    Returned tensors are FP32, where the masters are.
+    Returned tensors are FP32, where the masters are; gradients (`keep_grads`: every step's, else none) BF16 on the device.
     """
     if next(model.parameters()).dtype is not torch.bfloat16:
         buffers = {n: b.clone() for n, b in model.named_buffers()}
@@ -79,13 +84,14 @@ def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slided
     masters = {n: p.detach().to(state_device or device, torch.float32, copy=True) for n, p in params.items()}
     groups = [{"params": [m], "weight_decay": optimizer.weight_decay if optimizer.decays(n) else 0.0} for n, m in masters.items()]
     adam = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
-    losses, grads = [], {}
+    losses, grads = [], []
     for batch in batches:
         model.zero_grad(set_to_none=True)
         loss = loss_of_output(model, {k: v.to(device) for k, v in batch.items()})
         loss.backward()
         losses.append(loss.item())
-        grads = grads or {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
+        if keep_grads:
+            grads.append({n: p.grad.clone() for n, p in params.items() if p.grad is not None})
         for name, p in params.items():
             masters[name].grad = None if p.grad is None else p.grad.to(masters[name].device).float()
             p.grad = None
@@ -123,26 +129,66 @@ def state_of(plan: slidedp.Plan) -> Trained:
                 for p, view in zip(trainable, machine.state.views(buffer, group.name), strict=True):
                     into[p.name] = view.clone()
     params = {n: p.detach().clone() for n, p in plan.model.named_parameters()}
-    return Trained([], params, parts["exp_avg"], parts["exp_avg_sq"], parts["grad"])
+    return Trained([], params, parts["exp_avg"], parts["exp_avg_sq"], [parts["grad"]])
 
 
-def train_planned(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, **options: Any) -> Trained:
-    """The same steps through a plan, on a copy of `model` (its own tensors are not touched)."""
-    with slidedp.compile(copy.deepcopy(model), "cpu", optimizer=optimizer, **options) as plan:
-        losses, grads = [], {}
+def log_gradients(plan: slidedp.Plan) -> list[dict[str, Tensor]]:
+    """Every step's gradients as the updates of a started plan on one rank read them: steps go on overlapping.
+
+    The list is complete once the plan is drained.
+    """
+    machine, steps = plan._machine, []
+    update = machine.adam.update
+
+    def log(group: str, lo: int, hi: int, step: int, present: Any = None) -> None:
+        while len(steps) < step:
+            steps.append({n: torch.zeros_like(g) for n, g in machine.state.grad.items()})
+        steps[step - 1][group][lo:hi] = machine.state.grad[group][lo:hi]
+        update(group, lo, hi, step, present)
+
+    machine.adam.update = log
+    return steps
+
+
+def by_parameter(plan: slidedp.Plan, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Flat gradients by group -> gradients by parameter name, in the parameters' shapes."""
+    return {p.name: shaped(flat[g.name], p) for g in plan._spec.layers.groups for p in g.params if p.trainable}
+
+
+def train_planned(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW,
+                  after: Callable[[slidedp.Plan], None] | None = None, **options: Any) -> Trained:
+    """The same steps through a plan, on a copy of `model` (its own tensors are not touched). `after`: called after each."""
+    with slidedp.compile(copy.deepcopy(model), "cpu", example=batches[0], optimizer=optimizer, **options) as plan:
+        logged, losses = log_gradients(plan), []
         for batch in batches:
             losses.append(plan.run(batch).loss)
-            grads = grads or state_of(plan).grads
+            if after is not None:
+                after(plan)
         done = state_of(plan)
+        grads = [by_parameter(plan, flat) for flat in logged]
     return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, grads)
 
 
 def assert_same_bits(got: Trained, want: Trained) -> None:
+    """Losses, weights, moments and every step's gradients, bit for bit: -0.0 is not 0.0."""
     assert got.losses == want.losses
-    for part in ("grads", "params", "exp_avg", "exp_avg_sq"):
-        for name, tensor in getattr(want, part).items():
-            mine = getattr(got, part)[name]
-            assert torch.equal(mine, tensor), f"{part} of {name} differ by up to {(mine - tensor).abs().max()}"
+    assert len(got.grads) == len(want.grads) == len(want.losses)
+    for step, (mine, theirs) in enumerate(zip(got.grads, want.grads, strict=True), 1):
+        assert_same_tensors(mine, theirs, f"gradients of step {step}")
+    for part in ("params", "exp_avg", "exp_avg_sq"):
+        assert_same_tensors(getattr(got, part), getattr(want, part), part)
+
+
+def assert_same_tensors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], what: str) -> None:
+    """Every tensor of `want` has the same bits in `got`."""
+    for name, tensor in want.items():
+        mine = got[name]
+        assert mine.dtype is tensor.dtype, f"{what}: {name} is {mine.dtype}, not {tensor.dtype}"
+        assert torch.equal(bits(mine), bits(tensor)), f"{what}: {name} differs by up to {(mine - tensor).abs().max()}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def norm_wise(got: Tensor, want: Tensor) -> float:

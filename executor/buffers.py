@@ -1,0 +1,55 @@
+"""The device's slots and their views: allocated once for a plan, found by the places that ops name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from slidedp.compiler.ops import OpGraph, Slot
+from slidedp.executor.backend import Backend
+from slidedp.executor.binding import Binding
+
+
+class Buffers:
+    """Every slot of `graph` as a flat tensor, by place (``w[0]``; ``held.shared0`` for a single one)."""
+
+    def __init__(
+        self, graph: OpGraph, backend: Backend, binding: Binding, compute_dtype: torch.dtype, grad_dtype: torch.dtype
+    ) -> None:
+        self._binding = binding
+        self._slots: dict[str, Tensor] = {}
+        self._leaves: dict[tuple[str, str], list[Tensor]] = {}
+        self.pools = graph.slots
+        for slot in graph.slots:
+            dtype = compute_dtype if holds_weights(slot) else grad_dtype
+            make = backend.pinned if slot.memory == "pinned" else backend.empty
+            for i in range(slot.count):
+                tensor = make(slot.bytes // dtype.itemsize, dtype)
+                tensor.zero_()  # gaps between parameters must be finite: they are summed and sent like the rest
+                self._slots[f"{slot.name}[{i}]"] = tensor
+                if slot.count == 1:
+                    self._slots[slot.name] = tensor
+        backend.fence_caller()
+
+    def __getitem__(self, place: str) -> Tensor:
+        return self._slots[place]
+
+    def leaves(self, places: Mapping[str, str]) -> dict[str, list[Tensor]]:
+        """Group -> views of its slot, one a parameter, as autograd leaves; made once for each (group, place)."""
+        out = {}
+        for group, place in places.items():
+            if (group, place) not in self._leaves:
+                self._leaves[group, place] = self._binding.leaves(self._slots[place], group)
+            out[group] = self._leaves[group, place]
+        return out
+
+    def clear(self) -> None:
+        self._slots.clear()
+        self._leaves.clear()
+
+
+def holds_weights(slot: Slot) -> bool:
+    """Slots of weights and of their staging have the compute dtype; the others that of gradients."""
+    return slot.name in ("w", "stage") or slot.name.startswith("held.")

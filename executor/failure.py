@@ -1,0 +1,82 @@
+"""What happens when something fails: waits that end, the error that is raised, and what the other ranks are told.
+
+An op that fails aborts this rank's streams (tickets.py). The watchdog sees that, and posts it for the others; it sees what
+they post and which of them have died, and aborts our streams for it. So every wait on every rank ends within seconds, and
+each rank raises one error that names its cause.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from slidedp.executor.liveness import Watchdog
+from slidedp.executor.streams import Aborted, Streams, Ticket
+from slidedp.executor.words import AbortReason, PeerError, Words
+
+VERDICT_S = 3.0
+"""How long an error of our own waits for the watchdog to say that a peer's death is behind it."""
+
+LOOK_S = 0.2
+"""How often a wait looks whether there is still something to wait for."""
+
+
+class Failure:
+    """Failure policy of one rank: the only place that decides which error the user sees."""
+
+    def __init__(self, streams: Streams, words: Words) -> None:
+        self.streams, self.words = streams, words
+        self.watchdog = Watchdog(words, local_error=lambda: streams.error, on_failure=streams.abort)
+        self._cause: BaseException | None = None
+
+    def check(self) -> None:
+        """Raises when waiting has become pointless: a peer died or failed, or an op of ours did."""
+        self.watchdog.check()
+        self.streams.check()
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until the op is done. Raises the cause, if it or anything else fails meanwhile."""
+        done = threading.Event()
+        ticket.add_done_callback(done.set)
+        self.wait_event(done)
+        if ticket.error is not None:
+            raise self.cause() from ticket.error
+
+    def wait_event(self, event: threading.Event) -> None:
+        try:
+            while not event.wait(LOOK_S):
+                self.check()
+        except (PeerError, Aborted) as e:
+            raise self.cause(e) from e
+
+    def wait_word(self, word: int, step: int) -> None:
+        """Until every rank has published `step`. Raises the cause, if anything fails meanwhile."""
+        try:
+            self.words.wait(word, step, self.check)
+        except (PeerError, Aborted) as e:
+            raise self.cause(e) from e
+
+    def raise_if_failed(self) -> None:
+        if self.streams.error is not None:
+            raise self.cause()
+
+    def stop(self, error: BaseException) -> None:
+        """Something outside the streams has failed: they stop too."""
+        self.streams.abort(error)
+
+    def cause(self, seen: BaseException | None = None) -> BaseException:
+        """The error to raise, the same one from the first time on; tells the other ranks if it is ours."""
+        if self._cause is None:
+            if isinstance(seen, PeerError):
+                self.streams.abort(seen)
+            error = self.streams.error or seen
+            assert error is not None
+            if self.words.world_size > 1 and not isinstance(error, PeerError):
+                # A connection that broke, say: was it a peer that died? Our own kinds of error are nobody else's fault.
+                foreign = type(error).__module__.partition(".")[0] != "slidedp"
+                blamed = self.watchdog.verdict(VERDICT_S) if foreign else None
+                if blamed is None:
+                    self.words.abort(self.words.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
+                error = blamed or error
+            self._cause = error
+        self.watchdog.acknowledge()
+        return self._cause

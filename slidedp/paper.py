@@ -1,0 +1,62 @@
+"""Planning on paper: what a model would do on a machine that need not be here. No GPU, no weights, and nothing runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slidedp.api import Policy, load_policy
+from slidedp.compiler.costs import CostModel
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.units import parse_bytes
+from slidedp.hardware import load_profile
+from slidedp.planner import Planner, Settings
+from slidedp.presets import build_meta_model
+from slidedp.report import planfile_of
+
+
+def plan_on_paper(
+    model: str | Path | nn.Module,
+    hw_profile: str | Path | HardwareProfile,
+    *,
+    batch: int,
+    seq: int,
+    ranks: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    hbm_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    policy: Policy = None,
+    cost_model: CostModel | None = None,
+) -> PlanFile:
+    """The plan of `model` on `hw_profile`, for a batch of `batch` full sequences of `seq` tokens per rank.
+
+    Args:
+        model: the name of a preset, a Hugging Face config (directory or file), or a causal language model that takes
+            `input_ids` and `labels`, on any device, `meta` too.
+        hw_profile: built-in name, YAML path, HardwareProfile, or "auto".
+        ranks: default: the machine's number of GPUs.
+        compute_dtype: default: bfloat16, float32 on a machine without a GPU.
+        grad_dtype: of returned gradients; default `compute_dtype`.
+        hbm_budget, host_budget, policy, cost_model: as for `slidedp.compile`.
+
+    Raises:
+        ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
+    """
+    hw = load_profile(hw_profile)
+    for name, value in (("batch", batch), ("seq", seq), ("ranks", 1 if ranks is None else ranks)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be 1 or more")
+    compute = compute_dtype or (torch.float32 if hw.gpu_name == "cpu" else torch.bfloat16)
+    settings = Settings(
+        hw=hw, compute_dtype=compute, grad_dtype=grad_dtype or compute, world_size=ranks or hw.num_gpus,
+        policy=load_policy(policy), cost_model=cost_model,
+        hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
+        host_budget=None if host_budget is None else parse_bytes(host_budget))
+    planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
+    draft = planner.draft({"input_ids": tokens, "labels": tokens})
+    return planfile_of(planner.finish(draft, draft.decisions))

@@ -1,0 +1,251 @@
+"""A plan in use: what may be done with the model between steps, several shapes, failures that leave it usable, its end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from tiny_models import PlainGPT, family, lm_batch
+from torch import nn
+from training import loss_of_output, state_of, train_plainly
+
+import slidedp
+
+pytestmark = pytest.mark.cpu
+
+OPTIMIZER = slidedp.AdamW(lr=1e-2)
+
+
+def compiled(model=None, **options):
+    return slidedp.compile(model or PlainGPT(), "cpu", optimizer=OPTIMIZER, **{"update_kernel": "torch", **options})
+
+
+@pytest.mark.parametrize("source", ["cast", "shadow"])
+def test_weights_written_between_steps_count(source):
+    model = PlainGPT()
+    initial = copy.deepcopy(model.state_dict())
+    with compiled(model, policy={"source": source}) as plan:
+        first = plan.run(lm_batch()).loss
+        plan.run(lm_batch())
+        plan.model.load_state_dict(initial)
+        assert plan.evaluate(lm_batch()) == first
+        assert plan.run(lm_batch()).loss == first
+
+
+def test_a_batch_may_be_refilled_at_once():
+    model, batches = PlainGPT(), [lm_batch(seed=i) for i in range(4)]
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output).losses
+    buffer = {k: torch.empty_like(v) for k, v in batches[0].items()}
+    with compiled(model) as plan:
+        got = []
+        for batch in batches:
+            for key, value in batch.items():
+                buffer[key].numpy()[:] = value.numpy()
+            got.append(plan.run(buffer).loss)
+            buffer["input_ids"].numpy()[:] = 0
+    assert got == want
+
+
+def test_mode_switched_under_a_running_step():
+    """Forward and recompute of a step agree, whatever the user's own reference to the model is told meanwhile."""
+    model, batches = PlainGPT(dropout=0.5), [lm_batch(seed=i) for i in range(3)]
+    torch.manual_seed(1)
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output).losses
+    torch.manual_seed(1)
+    with compiled(model) as plan:
+        got = []
+        for batch in batches:
+            got.append(plan.run(batch).loss)
+            model.eval()
+            plan.synchronize()
+            assert not any(m.training for m in model.modules())
+            model.train()
+    assert got == want
+
+
+def test_random_numbers_after_run_are_the_users():
+    """Dropout only in the last layer: its recompute must not own the generator when `run` has returned."""
+    model = PlainGPT()
+    model.blocks[-1].mlp[-1].p = 0.5
+    torch.manual_seed(3)
+    eager = copy.deepcopy(model)
+    want = []
+    for i in range(6):
+        loss_of_output(eager, lm_batch(seed=i)).backward()
+        want.append(torch.rand(3).tolist())
+    torch.manual_seed(3)
+    with compiled(model) as plan:
+        got = []
+        for i in range(6):
+            plan.run(lm_batch(seed=i))
+            got.append(torch.rand(3).tolist())
+    assert got == want
+
+
+def test_non_finite_loss_leaves_the_plan_usable():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    batch = {"x": torch.randn(3, 4), "y": torch.randn(3, 1)}
+    with compiled(model, loss_fn=lambda out, b: (((out - b["y"]) ** 2).sum(), out.numel())) as plan:
+        plan.run(batch)
+        before = state_of(plan).digest()
+        with pytest.raises(slidedp.NonFiniteLoss, match="nothing has been updated"):
+            plan.run({**batch, "x": batch["x"] * float("nan")})
+        assert state_of(plan).digest() == before
+        plan.run(batch)
+        assert state_of(plan).digest() != before
+
+
+def test_converting_the_plans_model_is_refused_and_undone():
+    with compiled() as plan:
+        plan.run(lm_batch())
+        plan.model.to(torch.float64)
+        with pytest.raises(ValueError, match=r"deepcopy"):
+            plan.run(lm_batch())
+        before = {n: p.clone() for n, p in plan.model.named_parameters()}
+        plan.run(lm_batch())
+        assert any(not torch.equal(p, before[n]) for n, p in plan.model.named_parameters())
+
+
+def test_a_model_has_one_open_plan():
+    model = PlainGPT()
+    with compiled(model, example=lm_batch()) as plan:
+        with pytest.raises(ValueError, match="still open"):
+            compiled(model, example=lm_batch())
+        plan.run(lm_batch())
+    with compiled(model, example=lm_batch()) as again:
+        again.run(lm_batch())
+
+
+def test_frozen_later_is_refused():
+    model = PlainGPT()
+    with compiled(model) as plan:
+        plan.run(lm_batch())
+        plan.synchronize()
+        model.blocks[1].requires_grad_(False)
+        with pytest.raises(ValueError, match="requires_grad"):
+            plan.run(lm_batch())
+        model.blocks[1].requires_grad_(True)
+        plan.run(lm_batch())
+
+
+def test_nothing_to_train_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        compiled(PlainGPT().requires_grad_(False), example=lm_batch())
+
+
+class Optional(nn.Module):
+    """Uses its last block only when the batch has `extra`."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x, y, extra=None):
+        for block in self.blocks[: None if extra is not None else 3]:
+            x = torch.tanh(block(x))
+        return nn.functional.mse_loss(self.out(x), y)
+
+
+def test_a_layer_that_only_some_batches_use():
+    torch.manual_seed(0)
+    model = Optional()
+    batches = [{"x": torch.randn(4, 8), "y": torch.randn(4, 1)} for _ in range(6)]
+    for i in (0, 2, 3):
+        batches[i]["extra"] = torch.ones(1)
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output)
+    with compiled(model, layers=[f"blocks.{i}" for i in range(4)]) as plan:
+        losses = [plan.run(b).loss for b in batches]
+        got = state_of(plan)
+    assert losses == want.losses
+    assert all(torch.equal(p, got.params[n]) for n, p in want.params.items())
+
+
+def test_memory_budget_holds_for_later_shapes():
+    with compiled(hbm_budget="400KiB") as plan:
+        plan.run(lm_batch(batch=1, seq=8))
+        with pytest.raises(ValueError, match="budget"):
+            plan.run(lm_batch(batch=64, seq=60))
+        plan.run(lm_batch(batch=1, seq=8))
+
+
+def test_results_keep_no_tickets():
+    with compiled() as plan:
+        results = [plan.run(lm_batch(seed=i)) for i in range(3)]
+        plan.synchronize()
+        assert all(not r._step.tickets and not r._step.batch for r in results)
+        assert all(r.tokens_per_s > 0 and r.num_tokens == 18 for r in results)
+
+
+def test_close_and_drop_leave_nothing():
+    def held():
+        fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        memfds = sum("memfd:slidedp" in os.readlink(fd) for fd in fds if os.path.islink(fd))
+        return threading.active_count(), memfds
+
+    compiled(example=lm_batch()).close()
+    gc.collect()
+    before = held()
+    for _ in range(3):
+        compiled(example=lm_batch()).close()
+        dropped = compiled(example=lm_batch())
+        dropped.run(lm_batch())
+        del dropped
+        gc.collect()
+    assert held() == before
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {paths}
+import torch, slidedp
+from tiny_models import PlainGPT, lm_batch
+plan = slidedp.compile(PlainGPT(), "cpu")
+plan.run(lm_batch())
+{end}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError('mine')", 1)], ids=["end", "exit", "error"])
+def test_a_process_may_end_with_an_open_plan(end, code):
+    script = SCRIPT.format(paths=[os.path.dirname(__file__), os.path.dirname(os.path.dirname(slidedp.__file__))], end=end)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    assert "terminate called" not in done.stderr
+
+
+def test_interrupt_reaches_the_user():
+    """Ctrl-C while `run` waits is a KeyboardInterrupt, and the plan can go on."""
+    from slidedp.executor.machine import MachineOptions
+
+    plan = compiled()
+    plan._options = MachineOptions(update_kernel="torch", delay=lambda name: 0.5 * (name == "fwd.L01"))
+    plan.run(lm_batch())
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), 2))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(lm_batch())
+    plan.run(lm_batch())
+    plan.close()
+
+
+def test_evaluate_and_several_shapes():
+    model = family("llama", attention_dropout=0.0)
+    batches = [lm_batch(p, seed=i, seq=s) for i, (p, s) in enumerate([("none", 10), ("padded", 12), ("ones", 10), ("padded", 10)])]
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output)
+    eager = copy.deepcopy(model).eval()
+    with compiled(model) as plan:
+        assert plan.evaluate(batches[1]) == loss_of_output(eager, batches[1]).item()
+        losses = []
+        for batch in batches:
+            losses.append(plan.run(batch).loss)
+            plan.evaluate(batches[0])
+        got = state_of(plan)
+    assert losses == want.losses
+    assert all(torch.equal(p, got.params[n]) for n, p in want.params.items())
