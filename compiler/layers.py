@@ -57,8 +57,11 @@ def call_arguments(
     Without a `loss_fn` every key must be a named parameter of ``forward``, also when it takes ``**kwargs``, where a typing
     error would pass unseen. With one, the others are the loss's. A Sequential gets the first key.
 
-    Raises ValueError naming the entry that is not a tensor, the key that is not accepted, or the argument that is missing.
+    Raises ValueError naming the entry that is not a tensor, the key that is not accepted, or the argument that is missing;
+    and for a model that torch.compile has wrapped.
     """
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ValueError("this is what torch.compile returned, which hides the layers: pass the module that you gave to torch.compile")
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"batch[{key!r}] is a {type(value).__name__}; every entry of a batch must be a tensor")
@@ -77,6 +80,29 @@ def call_arguments(
     # A cache would be filled by the layers, for nobody: Hugging Face turns it on by default.
     constants = {"use_cache": False} if "use_cache" in named and "use_cache" not in batch else {}
     return (), tuple(k for k in batch if k in named), constants
+
+
+def batch_problem(batch: Mapping[str, Tensor]) -> str | None:
+    """What is unusual about `batch`, in words: the likely reason when a model could not run on it. Any of it may be right."""
+    for key, t in batch.items():
+        if key.endswith("_ids") and t.is_floating_point():
+            return f"batch[{key!r}] is {_dtype(t)}: ids must be integers"
+    sizes = {key: t.shape[0] for key, t in batch.items() if t.dim()}
+    if len(set(sizes.values())) > 1:
+        return f"batch entries disagree in their first dimension: {', '.join(f'{key} {n}' for key, n in sizes.items())}"
+    labels, tokens = batch.get("labels"), batch.get("input_ids")
+    if tokens is not None and tokens.dim() != 2:
+        return f"batch['input_ids'] has shape {tuple(tokens.shape)}: ids are [rows, tokens]"
+    if labels is not None and tokens is not None:
+        if labels.dim() == tokens.dim() and labels.shape != tokens.shape:
+            return f"batch['labels'] has shape {tuple(labels.shape)}, batch['input_ids'] {tuple(tokens.shape)}: a label a token"
+        if labels.is_floating_point():
+            return f"batch['labels'] is {_dtype(labels)}: labels that are ids must be integers"
+    return None
+
+
+def _dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
 
 
 def _refuse(keys: Sequence[str], model: str, accepted: Sequence[str]) -> None:

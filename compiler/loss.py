@@ -83,6 +83,19 @@ def model_loss(outputs: Any, recorder: MetaRecorder, model: str) -> Loss:
     return Loss(node, _mean_over(node, recorder), is_mean=True)
 
 
+def call_loss_fn(loss_fn: LossFn, outputs: Any, batch: Mapping[str, Tensor]) -> Any:
+    """What `loss_fn` returns. Raises ValueError, naming it, for what it raises: it is not the model that failed."""
+    try:
+        return loss_fn(outputs, batch)
+    except ValueError:
+        raise
+    except KeyError as e:
+        raise ValueError(f"loss_fn raised KeyError: {e}; the batch has keys {', '.join(map(repr, batch))}") from e
+    except Exception as e:
+        raise TraceError(f"loss_fn raised {type(e).__name__}: {e} (it was given the model's {type(outputs).__name__}, on meta "
+                         f"tensors, and a batch with keys {', '.join(map(repr, batch))})") from e  # fmt: skip
+
+
 def user_loss(returned: Any, recorder: MetaRecorder) -> Loss:
     """The loss of a user's `loss_fn`. Raises ValueError unless it returned (scalar tensor, tensor or int)."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:

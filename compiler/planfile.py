@@ -103,10 +103,11 @@ class PlanFile:
 
     def require(self, layers: LayerGraph, hw: HardwareProfile | None = None) -> None:
         """ValueError, naming what differs, unless the plan was made for `layers` (and on `hw`, if given)."""
-        for what in ("model", "world_size", "compute_dtype", "grad_dtype"):
-            planned, here = getattr(self.layers, what), getattr(layers, what)
-            if planned != here:
-                raise ValueError(f"the plan was made for {what} {planned!r}, this is {here!r}; plan anew")
+        if (planned := self.world_size) != (here := layers.world_size):
+            raise ValueError(f"the plan was made for {_ranks(planned)}, this is {_ranks(here)}; plan anew with --ranks {here}")
+        for what in ("model", "compute_dtype", "grad_dtype"):
+            if (made_for := getattr(self.layers, what)) != (this := getattr(layers, what)):
+                raise ValueError(f"the plan was made for {what} {made_for!r}, this is {this!r}; plan anew")
         _require_same_groups(self.layers, layers)
         for what, planned, here in (("structure", self.model_hash, model_hash(layers)),
                                     ("parameter names or shapes", self.params_hash, params_hash(layers))):
@@ -186,6 +187,10 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         return [_plain(getattr(value, f.name)) for f in fields(value)]
     return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _ranks(num_ranks: int) -> str:
+    return f"{num_ranks} rank{'s' * (num_ranks != 1)}"
 
 
 def _require_same_groups(planned: LayerGraph, here: LayerGraph) -> None:

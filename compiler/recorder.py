@@ -266,6 +266,8 @@ class MetaRecorder(TorchFunctionMode):
             raise
         except Exception as e:
             like = next(tensors((args, kwargs)), None)
+            if isinstance(m, nn.Embedding) and like is not None and like.is_floating_point():
+                raise TraceError(f"{where} looks up {describe(node.args[0])}, which is {like.dtype}: ids must be integers") from e
             if like is None or not like.is_floating_point():
                 raise TraceError(f"{where} cannot run on meta tensors, and its output's shape is not that of an input: {e}; "
                                  "put it inside a layer") from e  # fmt: skip

@@ -22,8 +22,8 @@ from slidedp.compiler.errors import TraceError
 from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
 from slidedp.compiler.guards import BATCH, Guard, first_violation
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
-from slidedp.compiler.layers import LayerChoice, call_arguments, chosen_layers, layer_candidates, no_layers
-from slidedp.compiler.loss import Loss, LossFn, ValidCount, model_loss, user_loss
+from slidedp.compiler.layers import LayerChoice, batch_problem, call_arguments, chosen_layers, layer_candidates, no_layers
+from slidedp.compiler.loss import Loss, LossFn, ValidCount, call_loss_fn, model_loss, user_loss
 from slidedp.compiler.metamodel import MetaModel, check_params, on_meta
 from slidedp.compiler.recorder import MetaRecorder
 from slidedp.compiler.recording import recording
@@ -120,26 +120,43 @@ def guards_hold(trace: Trace, batch: Mapping[str, Tensor]) -> str | None:
 
 
 def _record(recorder: MetaRecorder, arguments: Any, loss_fn: LossFn | None, compute_dtype: torch.dtype) -> Loss:
+    name = type(recorder.model).__name__
+    try:
+        with recording(recorder):
+            outputs = _run(recorder, arguments, loss_fn, compute_dtype)
+    except TraceError as e:
+        if e.__cause__ is None:  # a refusal, not something that went wrong while it ran
+            raise
+        raise _explained(e, recorder.batch) from e.__cause__
+    except ValueError:
+        raise
+    except Exception as e:
+        raise _explained(TraceError(f"{name} could not be traced: {type(e).__name__}: {e}. Between layers, forward must be able to "
+                                    "run on meta tensors; put what cannot inside a layer"), recorder.batch) from e  # fmt: skip
+    recorder.check_buffers()
+    return model_loss(outputs, recorder, name) if loss_fn is None else user_loss(outputs, recorder)
+
+
+def _run(recorder: MetaRecorder, arguments: Any, loss_fn: LossFn | None, compute_dtype: torch.dtype) -> Any:
+    """What the model returns, or `loss_fn` makes of that."""
     by_position, by_name, constants = arguments
-    model, name = recorder.model, type(recorder.model).__name__
     given = {key: t for key, (t, _) in recorder.inputs.items()}
 
     def cast(key: str) -> Tensor:
         t = given[key]
         return t.to(compute_dtype) if t.is_floating_point() and t.dtype != compute_dtype else t
 
-    try:
-        with recording(recorder):
-            outputs = model(*map(cast, by_position), **{key: cast(key) for key in by_name}, **constants)
-            if loss_fn is not None:
-                outputs = loss_fn(outputs, given)
-    except ValueError:
-        raise
-    except Exception as e:
-        raise TraceError(f"{name} could not be traced: {type(e).__name__}: {e}. Between layers, forward must be able to run on "
-                         "meta tensors; put what cannot inside a layer") from e  # fmt: skip
-    recorder.check_buffers()
-    return model_loss(outputs, recorder, name) if loss_fn is None else user_loss(outputs, recorder)
+    outputs = recorder.model(*map(cast, by_position), **{key: cast(key) for key in by_name}, **constants)
+    return outputs if loss_fn is None else call_loss_fn(loss_fn, outputs, given)
+
+
+def _explained(error: TraceError, batch: Mapping[str, Tensor]) -> TraceError:
+    """`error`, after what in the batch may be behind it."""
+    problem = batch_problem(batch)
+    if problem is None:
+        return error
+    text = str(error)
+    return TraceError(f"{problem} (tracing ended with: {text if len(text) <= 160 else text[:157] + '...'})")
 
 
 def _assemble(

@@ -25,6 +25,7 @@ from transformers.utils import logging
 import slidedp
 
 PROMPT = 'The "del" statement'
+BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"  # leaves room for the bar
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
 
     # 1. A model and its tokenizer, both out of the GGUF file. Its quantized weights become FP32 master weights.
     gguf = find_gguf()
-    print(f"loading {gguf.name}")
+    print(f"loading {gguf.name} (135 M parameters)", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
@@ -47,29 +48,35 @@ def main() -> None:
     print(f"{train_rows.numel():,} tokens to train on, {heldout_rows.numel():,} held out")
 
     # 3. Compile. Without a hardware profile's name, SlideDP takes the built-in one nearest to this machine.
+    print("planning, and building the update's kernel at its first use", flush=True)
     plan = slidedp.compile(model, example=next(batches), optimizer=slidedp.AdamW(lr=args.lr))
-    print(plan)
-    completion_before = complete(plan, tokenizer)
-    heldout_before = mean_loss(plan, heldout)
+    print(f"\n{plan}\n")
+    print("before training: ", end="", flush=True)
+    heldout_before, completion_before = mean_loss(plan, heldout), complete(plan, tokenizer)
+    print(f"held-out loss {heldout_before:.3f}")
 
     # 4. Train. One `run` is one synchronous step: forward, backward, AdamW.
     losses, step_seconds = [], []
-    with tqdm(batches, total=args.steps, desc="training", unit="step") as progress:
+    with tqdm(batches, total=args.steps, desc="training", bar_format=BAR) as progress:
         for batch in progress:
             result = plan.run(batch)
             losses.append(result.loss)
             step_seconds.append(result.wall_s)
-            progress.set_postfix(loss=f"{result.loss:.3f}", tokens_per_s=f"{result.tokens_per_s:.0f}")
+            progress.set_postfix_str(f"loss {result.loss:.3f}, {result.tokens_per_s:.0f} tokens/s")
 
     # 5. What it did.
+    print("after training: ", end="", flush=True)
+    heldout_after, completion_after = mean_loss(plan, heldout), complete(plan, tokenizer)
+    print(f"held-out loss {heldout_after:.3f}\n")
     fifth = max(1, args.steps // 5)
-    print(f"training loss   {statistics.mean(losses[:fifth]):.3f} -> {statistics.mean(losses[-fifth:]):.3f}")
-    print(f"held-out loss   {heldout_before:.3f} -> {mean_loss(plan, heldout):.3f}")
-    print(f"step time       {statistics.median(step_seconds):.3f} s measured, {plan.simulate().step_us / 1e6:.3f} s predicted")
+    print(f"training loss  {statistics.mean(losses[:fifth]):.3f} -> {statistics.mean(losses[-fifth:]):.3f}")
+    print(f"held-out loss  {heldout_before:.3f} -> {heldout_after:.3f}")
+    print(f"step time      {statistics.median(step_seconds):.1f} s measured, {plan.simulate().step_us / 1e6:.1f} s predicted")
     print(f"before: {completion_before}")
-    print(f"after:  {complete(plan, tokenizer)}")
+    print(f"after:  {completion_after}\n")
 
     # 6. Keep it. The plan is a small YAML file; the model is an ordinary directory that plain transformers loads.
+    print(f"saving to {args.out}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     plan.dump(args.out / "plan.yaml")
     plan.model.save_pretrained(args.out / "model")
@@ -78,7 +85,8 @@ def main() -> None:
     plan.close()
     reloaded = AutoModelForCausalLM.from_pretrained(args.out / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(reloaded[name], value) for name, value in trained.items())
-    print(f"wrote {args.out / 'plan.yaml'} and {args.out / 'model'} (reloaded: the same weights)")
+    print(f"wrote {args.out / 'plan.yaml'} and {args.out / 'model'}")
+    print("reloaded the model with plain transformers: the same weights")
     print(f"{time.perf_counter() - started:.0f} s in all")
 
 
@@ -144,4 +152,5 @@ def complete(plan: slidedp.Plan, tokenizer: PreTrainedTokenizerBase) -> str:
 
 if __name__ == "__main__":
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     main()

@@ -25,6 +25,7 @@ from slidedp.passes.pipeline import PIPELINE, lower
 from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
 from slidedp.report import summary
+from slidedp.version import __version__
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -57,6 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="slidedp", description="Plans full-parameter fine-tuning of models larger than GPU memory.")
+    parser.add_argument("--version", action="version", version=f"slidedp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
@@ -103,6 +105,7 @@ def run_plan(args: argparse.Namespace) -> int:
         args.model, args.hw, batch=args.batch, seq=args.seq, ranks=args.ranks, policy=read_policy(args.policy, args.fix),
         hbm_budget=args.hbm_budget, host_budget=args.host_budget, compute_dtype=DTYPES.get(args.compute_dtype),
         grad_dtype=DTYPES.get(args.grad_dtype))
+    warn_of_missing_gpus(args.hw, plan.world_size)
     if dump:
         lower(plan.layers, plan.decisions, hbm_budget=args.hbm_budget, dump=dump)
     print(summary(plan))
@@ -110,6 +113,14 @@ def run_plan(args: argparse.Namespace) -> int:
         plan.dump(args.output)
         print(f"wrote {args.output}")
     return 0
+
+
+def warn_of_missing_gpus(hw_profile: str, ranks: int) -> None:
+    """One GPU a rank; ranks on the CPU are processes, as many as one likes."""
+    hw = load_profile(hw_profile)
+    if ranks > hw.num_gpus and hw.gpu_name != "cpu":
+        print(f"slidedp: warning: {ranks} ranks, but the profile {hw.name} has {hw.num_gpus} GPU{'s' * (hw.num_gpus > 1)}: its rates "
+              "for all GPUs at once are those of so many", file=sys.stderr)  # fmt: skip
 
 
 def read_policy(path: str | None, fixes: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +159,7 @@ def run_check(args: argparse.Namespace) -> int:
     check_budgets(plan.layers, plan.decisions, plan.budgets.hbm_bytes, plan.budgets.host_bytes)
     if not plan.edited and (derived := ops_hash(graph)) != plan.ops_hash:
         raise ValueError(f"{args.plan}: its decisions lower to other ops ({derived}) than slidedp {plan.slidedp} planned "
-                         f"({plan.ops_hash}): plan anew")
+                         f"({plan.ops_hash}); only `plan` and `decisions` may be edited: plan anew (with --ranks, for other ranks)")
     print(f"{args.plan}: sound: {len(graph.ops)} ops, {len(graph.edges)} edges")
     if plan.edited:
         print(f"decisions were edited: the predictions are of those before; refresh them with slidedp plan --policy {args.plan}")

@@ -30,7 +30,7 @@ def load_profile(profile: str | Path | HardwareProfile) -> HardwareProfile:
 
 
 def detect() -> HardwareProfile:
-    """The built-in profile nearest to this machine, with its real number of GPUs, memory and cores.
+    """The built-in profile nearest to this machine, with its real number of GPUs, memory and cores: ``NAME (this machine)``.
 
     Without a GPU: ``cpu``, half of the memory playing HBM. With one: of the profiles whose `gpu_name` shares most words
     with the device's, the one with the nearest number of GPUs. Rates are the profile's: nothing is measured here.
@@ -38,11 +38,16 @@ def detect() -> HardwareProfile:
     host_bytes = host_memory_bytes()
     num_cores = len(os.sched_getaffinity(0))
     if not torch.cuda.is_available():
-        return replace(load_profile("cpu"), hbm_bytes=host_bytes // 2, host_bytes=host_bytes, num_cores=num_cores)
+        return fit(load_profile("cpu"), num_gpus=1, hbm_bytes=host_bytes // 2, host_bytes=host_bytes, num_cores=num_cores)
     num_gpus = torch.cuda.device_count()
     nearest = nearest_profile(torch.cuda.get_device_name(), num_gpus, [load_profile(n) for n in builtin_profiles()])
     hbm_bytes = torch.cuda.get_device_properties(0).total_memory
-    return replace(nearest, num_gpus=num_gpus, hbm_bytes=hbm_bytes, host_bytes=host_bytes, num_cores=num_cores)
+    return fit(nearest, num_gpus=num_gpus, hbm_bytes=hbm_bytes, host_bytes=host_bytes, num_cores=num_cores)
+
+
+def fit(profile: HardwareProfile, **sizes: int) -> HardwareProfile:
+    """`profile` with this machine's sizes. Its name says so: it is no longer the built-in one, and its hash is another."""
+    return replace(profile, name=f"{profile.name} (this machine)", **sizes)
 
 
 def host_memory_bytes() -> int:

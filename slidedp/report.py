@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
+
 from slidedp.compiler.memory import MemoryReport, estimate_memory
+from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
-from slidedp.compiler.planyaml import write_decisions
+from slidedp.compiler.policy import PLAN_KEYS
+from slidedp.compiler.runlength import runs
 from slidedp.compiler.units import format_bytes
 from slidedp.planner import Specialisation
 from slidedp.version import __version__
+
+WIDTH = 80
+"""Columns of a summary. `HEADINGS` follow the fields of a GroupDecision: whence and how weights come, and gradients go."""
+
+HEADINGS = ("delivery", "source", "chunks", "reduction", "chunks", "activations")
+
+BOUND_BY = {
+    Stream.GPU: "compute", Stream.H2D: "copies to the device", Stream.D2H: "copies from the device", Stream.COMM: "collectives",
+    Stream.CAST: "casts", Stream.HOST: "sums on the host", Stream.CPU: "the update",
+}  # fmt: skip
 
 
 def memory_of(spec: Specialisation) -> MemoryReport:
@@ -36,19 +51,63 @@ def describe(spec: Specialisation) -> str:
 
 
 def summary(plan: PlanFile) -> str:
-    """A plan in a screenful: the model, how it moves, what it needs, how long a step should take and what binds it."""
+    """A plan in a screenful: the model, how it moves, what it needs, how long a step should take and what binds it.
+
+    No line is longer than `WIDTH` columns, unless one name in it is.
+    """
     layers, p, ranks = plan.layers, plan.predictions, plan.world_size
-    batch = ", ".join(f"{key} {value}" for key, value in plan.specialisation.items())
-    rows = write_decisions(plan.decisions)
-    width = max(map(len, rows["decisions"]))
-    lines = [
-        f"{layers.model or 'model'}: {len(layers.layers)} layers, {sum(g.numel for g in layers.groups) / 1e6:,.1f} M elements, "
-        f"{layers.compute_dtype}, {ranks} rank{'s' * (ranks > 1)}; {batch}",
-        f"hardware {plan.hardware}, cost model {plan.cost_model}",
-        "plan " + ", ".join(f"{key} {value}" for key, value in rows["plan"].items()),
-        *(f"  {name:<{width}}  {', '.join(f'{k} {v}' for k, v in row.items())}" for name, row in rows["decisions"].items()),
-        f"predicted step {p.step_us / 1e3:.1f} ms, {p.tokens_per_s:,.0f} tokens/s, bound by {p.bottleneck}",
-        f"HBM {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)} a GPU, "
-        f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)} (once, for all ranks)",
-    ]
-    return "\n".join(lines + ["decisions were edited: the predictions are of those before"] * plan.edited)
+    numel = sum(g.numel for g in layers.groups) / 1e6
+    each, together = (" each", " in all") if ranks > 1 else ("", "")
+    facts = {
+        "batch": ", ".join(f"{key} {value}" for key, value in plan.specialisation.items()) + " a rank" * (ranks > 1),
+        "hardware": f"{plan.hardware.name}, cost model {plan.cost_model.name}",
+        "buffers": ", ".join(f"{key} {getattr(plan.decisions, key)}" for key in PLAN_KEYS),
+    }
+    predicted = {
+        "predicted": f"{format_duration(p.step_us)} a step, {p.tokens_per_s:,.0f} tokens/s, bound by {bound_by(p.bottleneck)}",
+        "memory": f"device {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)}{each}, "
+                  f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)}{together}",
+    }
+    return "\n".join([
+        *wrapped(f"{layers.model or 'model'}: {len(layers.layers)} layers, {numel:,.1f} M elements, {layers.compute_dtype}, "
+                 f"{ranks} rank{'s' * (ranks > 1)}", "  "),
+        *(line for key, text in facts.items() for line in wrapped(f"{key:<10}{text}")),
+        *decision_table(plan),
+        *shared_groups(plan),
+        *(line for key, text in predicted.items() for line in wrapped(f"{key:<10}{text}")),
+        *["decisions were edited: the predictions are of those before"] * plan.edited,
+    ])  # fmt: skip
+
+
+def decision_table(plan: PlanFile) -> Iterator[str]:
+    """A line for each run of groups with the same decision."""
+    rows = [(name, (d.delivery, d.source, d.delivery_chunks, d.reduction, d.return_chunks, d.act))
+            for name, d in plan.decisions.groups.items()]
+    table = [("", *HEADINGS), *((name, *map(str, row)) for name, row in runs(rows))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        yield "  " + "  ".join(f"{cell:>{w}}" if HEADINGS[i - 1] == "chunks" and i else f"{cell:<{w}}"
+                               for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()  # fmt: skip
+
+
+def shared_groups(plan: PlanFile) -> Iterator[str]:
+    """What the groups of several stages are: their parameters, where those are known (not in a plan that was read)."""
+    for group in plan.layers.groups:
+        if len(group.uses) > 1:
+            names = ", ".join([p.name for p in group.params[:2]] + ["..."] * (len(group.params) > 2))
+            yield from wrapped(f"  {group.name}: {names + ', ' if names else ''}used by {' and '.join(group.uses)}", "    ")
+
+
+def bound_by(stream: str) -> str:
+    """In words that are also true where the CPU plays the device."""
+    return BOUND_BY[Stream(stream)] if stream in tuple(Stream) else stream
+
+
+def format_duration(us: float) -> str:
+    """ "5.5 s", "12.3 ms"."""
+    return f"{us / 1e6:.1f} s" if us >= 1e6 else f"{us / 1e3:.1f} ms"
+
+
+def wrapped(text: str, indent: str = " " * 10) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, drop_whitespace=True, replace_whitespace=False,
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip

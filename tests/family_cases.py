@@ -87,8 +87,9 @@ def compare(name: str, world: int, got: Trained) -> dict[str, tuple[float, str]]
     names = list(want.exp_avg)
     assert len(names) == sum(p.requires_grad for p in model.parameters()), "a parameter without a gradient"
     assert all(torch.equal(got.params[n], p) for n, p in initial.items() if not p.requires_grad)
+    losses = enumerate(zip(got.losses, want.losses, strict=True), 1)
     return {
-        "losses": max((abs(a - b) / abs(b), f"step {i}") for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True), 1)),
+        "losses": max((abs(a - b) / abs(b), f"step {step}") for step, (a, b) in losses),
         "grads": max((norm_wise(got.grads[0][n], want.grads[0][n]), n) for n in names),
         "moments": max((norm_wise(getattr(got, m)[n], getattr(want, m)[n]), f"{m} of {n}")
                        for n in names for m in ("exp_avg", "exp_avg_sq")),

@@ -153,9 +153,9 @@ def counters() -> dict[str, dict[str, int]]:
 def memory(width: int, layers: int) -> dict[str, int]:
     """Bytes of this rank beyond what the process had before the model was built, and what the state should take.
 
-    `pss`: whole process but for mapped files (libraries), each page as 1/n where n processes map it. `peak_private`, `peak_resident`: the most since then, of
-    memory that is its own (sampled each millisecond) and of all that it has mapped (from the kernel). `slots`: window,
-    gradient and staging buffers, which on a GPU would be device memory.
+    `pss`: whole process but for mapped files (libraries), each page as 1/n where n processes map it. `peak_private`,
+    `peak_resident`: the most since then, of memory that is its own (sampled each millisecond) and of all that it has mapped
+    (from the kernel). `slots`: window, gradient and staging buffers, which on a GPU would be device memory.
     """
     rank, _ = start()
     train_once(rank, 32, 2).close()  # so that no module is imported and no thread pool made later

@@ -15,6 +15,7 @@ from test_planfile import make_plan
 
 from slidedp.cli import main
 from slidedp.presets import PRESETS, build_meta_model, load_config
+from slidedp.version import __version__
 
 pytestmark = pytest.mark.null
 TINY = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -95,6 +96,36 @@ def test_plan_takes_a_policy_and_a_plan_as_policy(tiny: str, tmp_path: Path) -> 
     assert a.read_bytes() == b.read_bytes()
 
 
+def test_more_ranks_than_gpus_is_a_warning(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tiny, tmp_path / "a.yaml", "--ranks", "1") == 0
+    assert plan(tiny, tmp_path / "a.yaml", "--hw", "cpu", "--ranks", "3") == 0
+    assert not capsys.readouterr().err
+    assert plan(tiny, tmp_path / "a.yaml", "--ranks", "2") == 0
+    assert re.fullmatch(r"slidedp: warning: 2 ranks, but the profile h200x1 has 1 GPU.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("more", [["--hw", "h200x4"], ["--hw", "auto", "--ranks", "2"]])
+def test_a_summary_fits_80_columns(more: list[str], tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tiny, tmp_path / "a.yaml", "--fix", "L01.source=cast", "--fix", "L02.act=recompute", *more) == 0
+    assert main(["show", str(tmp_path / "a.yaml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("wrote")), lines
+    assert any("shared0: used by prologue and epilogue" in line for line in lines)
+    assert any("bound by" in line for line in lines)
+    assert not any("by gpu" in line for line in lines)
+
+
+def test_check_does_not_mind_this_machine(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tiny, tmp_path / "a.yaml", "--hw", "auto") == 0
+    assert main(["check", str(tmp_path / "a.yaml")]) == 0
+    assert "hardware profile" not in capsys.readouterr().out
+    assert plan(tiny, tmp_path / "a.yaml", "--hw", "cpu") == 0
+    text = (tmp_path / "a.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(re.sub(r"hardware: {name: cpu, hash: \w+}", "hardware: {name: cpu, hash: abc}", text))
+    assert main(["check", str(tmp_path / "a.yaml")]) == 0
+    assert "the hardware profile cpu is not the built-in one" in capsys.readouterr().out
+
+
 def test_dump_after(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(tiny, tmp_path / "plan.yaml", "--dump-after", "compute") == 0
     out = capsys.readouterr().out
@@ -170,6 +201,8 @@ def test_check_accepts_a_sound_hand_edit(plan_file: Path, capsys: pytest.Capture
         ("L00-L03: {delivery", "L00-L02: {delivery", "L03 is not decided"),
         ("numel: 4096", "numel: 8192", "the table was edited"),
         ("ops: {hash: ", "ops: {hash: 0", "lower to other ops"),
+        ("world_size: 1", "world_size: 2", "--ranks"),
+        ("world_size: 1", "world_size: 3", "3 ranks.*--ranks"),
         ("budgets: {hbm_bytes: 1", "budgets: {hbm_bytes: 1000, host_bytes: 1} #", "of HBM|HBM budget|hbm"),
     ],
 )
@@ -197,6 +230,12 @@ def test_passes_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines][:3] == ["compute", "slots", "delivery"]
     assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"slidedp {__version__}\n"
 
 
 def test_as_a_program(plan_file: Path, repo_root: Path) -> None:

@@ -112,7 +112,7 @@ def test_detect_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     profile = load_profile("auto")
     assert profile == detect()
-    assert profile.name == "cpu"
+    assert profile.name == "cpu (this machine)"
     assert profile.hbm_bytes == profile.host_bytes // 2
 
 

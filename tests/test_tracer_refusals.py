@@ -133,6 +133,63 @@ def test_bad_batches_are_refused_by_name() -> None:
         trace(tiny_models.mlp(), mlp_batch(), loss_fn=lambda out, batch: (out.sum(), (out > 0).sum()))
 
 
+@pytest.mark.parametrize("make", [PlainGPT, lambda: tiny_models.family("llama")], ids=["plain", "hf"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: {"input_ids": b["input_ids"].float()}, r"batch\['input_ids'\] is float32: ids must be integers"),
+        (lambda b: {key: t[0] for key, t in b.items()}, r"batch\['input_ids'\] has shape \(10,\): ids are \[rows, tokens\]"),
+        (lambda b: {"labels": b["labels"][:1]}, "disagree in their first dimension: input_ids 2, labels 1"),
+        (lambda b: {"labels": b["labels"][:, :5]}, r"batch\['labels'\] has shape \(2, 5\), batch\['input_ids'\] \(2, 10\)"),
+        (lambda b: {"labels": b["labels"].float()}, r"batch\['labels'\] is float32"),
+    ],
+)
+def test_what_is_odd_about_a_batch_that_cannot_run_comes_first(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, make: Callable[[], nn.Module]
+) -> None:
+    batch = lm_batch()
+    with pytest.raises(TraceError, match=rf"^{message}") as caught:
+        trace(make(), batch | change(batch))
+    assert caught.value.__cause__ is not None
+    assert len(str(caught.value)) < 320
+
+
+def test_odd_batches_that_can_run_are_not_blamed() -> None:
+    """Another leading size is fine where the model takes it, and no excuse for a refusal of the model."""
+
+    class Positions(PlainGPT):
+        def forward(self, input_ids: Tensor, labels: Tensor, offset_ids: Tensor) -> Tensor:
+            return super().forward(input_ids, labels) * offset_ids.float().mean()
+
+    batch = lm_batch() | {"offset_ids": torch.ones(1, 3)}
+    with pytest.raises(TraceError, match="cannot tell over how many tokens") as caught:
+        trace(Positions(), batch)
+    assert "disagree" not in str(caught.value)
+    assert trace(tiny_models.family("llama"), lm_batch() | {"position_ids": torch.arange(10)[None]}).programs
+
+
+def test_ids_of_any_name_must_be_integers() -> None:
+    class Renamed(PlainGPT):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(idx, targets)
+
+    batch = lm_batch()
+    with pytest.raises(TraceError, match=r"tok \(Embedding\) looks up idx, which is torch.float32: ids must be integers"):
+        trace(Renamed(), {"idx": batch["input_ids"].float(), "targets": batch["labels"]})
+
+
+def test_what_loss_fn_raises_is_said_to_be_its_own() -> None:
+    with pytest.raises(ValueError, match=r"loss_fn raised KeyError: 'labels'; the batch has keys 'x', 'target'"):
+        trace(tiny_models.mlp(), mlp_batch(), loss_fn=lambda out, batch: (batch["labels"].sum(), 1))
+    with pytest.raises(TraceError, match=r"loss_fn raised AttributeError: .*'logits'"):
+        trace(tiny_models.mlp(), mlp_batch(), loss_fn=lambda out, batch: (out.logits.sum(), 1))
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"pass the module that you gave to torch\.compile"):
+        trace(torch.compile(PlainGPT()), lm_batch())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -1,0 +1,103 @@
+"""What ranks do in tests of failure and disagreement: module-level functions for the `run_ranks` fixture."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from rank_cases import build, shares, start
+from torch import nn
+from training import state_of
+
+import slidedp
+
+
+def one_evaluates() -> str:
+    """Rank 1 evaluates where rank 0 trains: both are told, nothing changes, and the next step runs."""
+    rank, _ = start()
+    with slidedp.compile(build(rank), "cpu") as plan:
+        plan.run(shares(2, 0)[rank])
+        before = state_of(plan).digest()
+        try:
+            (plan.evaluate if rank else plan.run)(shares(2, 0)[rank])
+            message = "no error"
+        except ValueError as e:
+            message = str(e)
+        assert state_of(plan).digest() == before
+        plan.run(shares(2, 0)[rank])
+        assert state_of(plan).digest() != before
+    return message
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.broken = nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            raise RuntimeError("this layer is broken")
+        return self.linear(x)
+
+
+def squared(out: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return ((out - batch["y"]) ** 2).sum(), out.numel()
+
+
+def one_fails_and_lives(delivery: str) -> dict[str, Any]:
+    """A layer of rank 1 raises. Rank 1 catches the error and goes on living; rank 0 must not wait for it."""
+    rank, _ = start()
+    torch.manual_seed(0)
+    model = nn.Sequential(Fragile(), Fragile(), nn.Linear(8, 1))
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+    plan = slidedp.compile(model, "cpu", loss_fn=squared, policy={"delivery": delivery})
+    plan.run(batch)
+    plan.synchronize()
+    model[1].broken = rank == 1
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            plan.run(batch)
+        kind, message = "none", ""
+    except Exception as e:
+        kind, message = type(e).__name__, str(e)
+    waited = time.monotonic() - began
+    if rank == 1:
+        time.sleep(max(0.0, 20 - waited))
+    plan.close()
+    return {"kind": kind, "message": message, "waited_s": waited}
+
+
+class Optional(nn.Module):
+    """Uses its last block only when the batch has no `extra`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks[: None if extra is None else 3]:
+            x = torch.tanh(block(x))
+        return nn.functional.mse_loss(self.out(x), y)
+
+
+def layers_come_and_go(reduction: str) -> dict[str, Any]:
+    """Steps with and without the last layer, alike on all ranks; then unlike, which is refused on all."""
+    rank, _ = start()
+    torch.manual_seed(0)
+    plan = slidedp.compile(Optional(), "cpu", optimizer=slidedp.AdamW(lr=1e-2), layers=[f"blocks.{i}" for i in range(4)],
+                           policy={"reduction": reduction, "delivery": "replicated"}, update_kernel="torch")
+    torch.manual_seed(1)
+    losses, message = [], "no error"
+    with plan:
+        for step in range(6):
+            whole = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+            mine = {k: v.chunk(2)[rank] for k, v in whole.items()}
+            losses.append(plan.run(mine | ({"extra": torch.ones(1)} if step in (1, 2, 4) else {})).loss)
+        try:
+            plan.run(mine | ({"extra": torch.ones(1)} if rank else {}))
+        except ValueError as e:
+            message = str(e)
+        weight = plan.model.blocks[3].weight.sum().item()
+    return {"losses": losses, "message": message, "weight": weight}

@@ -1,0 +1,49 @@
+"""Ranks that disagree or fail while their processes live: the others say so instead of waiting."""
+
+from __future__ import annotations
+
+import failure_cases
+import pytest
+import torch
+
+pytestmark = pytest.mark.cpu
+
+
+def test_one_rank_evaluates_where_the_other_trains(run_ranks):
+    messages = [r.value for r in run_ranks(failure_cases.one_evaluates, 2)]
+    assert "rank 1 evaluates" in messages[0]
+    assert "rank 0 trains" in messages[1]
+
+
+@pytest.mark.parametrize("delivery", ["sharded", "replicated"])
+def test_a_rank_that_fails_and_lives_is_named(run_ranks, delivery):
+    """Bounded by a rank's own clock, not asserted tightly: the contract says 30 s, the failed rank lives for 20."""
+    zero, one = (r.value for r in run_ranks(failure_cases.one_fails_and_lives, 2, delivery, timeout=120))
+    assert one["kind"] == "RuntimeError"
+    assert "broken" in one["message"]
+    assert zero["kind"] == "PeerError"
+    assert "rank 1" in zero["message"]
+    assert "broken" in zero["message"]
+    assert zero["waited_s"] < 30
+
+
+@pytest.mark.parametrize("reduction", ["gpu", "cpu"])
+def test_layers_that_come_and_go(run_ranks, reduction):
+    zero, one = (r.value for r in run_ranks(failure_cases.layers_come_and_go, 2, reduction, timeout=100))
+    assert zero["losses"] == one["losses"]
+    assert zero["weight"] == one["weight"]
+    assert "other layers" in zero["message"]
+    assert "other layers" in one["message"]
+    torch.manual_seed(0)
+    model = failure_cases.Optional()
+    adam = torch.optim.AdamW([{"params": [p for n, p in model.named_parameters() if "bias" not in n], "weight_decay": 0.1},
+                              {"params": [p for n, p in model.named_parameters() if "bias" in n], "weight_decay": 0.0}],
+                             lr=1e-2, betas=(0.9, 0.95))
+    torch.manual_seed(1)
+    for step, got in enumerate(zero["losses"]):
+        x, y = torch.randn(4, 8), torch.randn(4, 1)
+        adam.zero_grad(set_to_none=True)
+        loss = model(x, y, torch.ones(1) if step in (1, 2, 4) else None)
+        loss.backward()
+        adam.step()
+        assert got == pytest.approx(loss.item(), rel=1e-5)
