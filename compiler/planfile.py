@@ -103,8 +103,9 @@ class PlanFile:
 
     def require(self, layers: LayerGraph, hw: HardwareProfile | None = None) -> None:
         """ValueError, naming what differs, unless the plan was made for `layers` (and on `hw`, if given)."""
-        if (planned := self.world_size) != (here := layers.world_size):
-            raise ValueError(f"the plan was made for {_ranks(planned)}, this is {_ranks(here)}; plan anew with --ranks {here}")
+        if self.world_size != layers.world_size:
+            raise ValueError(f"the plan was made for {_ranks(self.world_size)}, this is {_ranks(layers.world_size)}; plan anew "
+                             f"with --ranks {layers.world_size}")  # fmt: skip
         for what in ("model", "compute_dtype", "grad_dtype"):
             if (made_for := getattr(self.layers, what)) != (this := getattr(layers, what)):
                 raise ValueError(f"the plan was made for {what} {made_for!r}, this is {this!r}; plan anew")

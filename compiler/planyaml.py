@@ -103,7 +103,7 @@ def _group(row: dict[str, Any], world_size: int, where: str) -> Group:
     numel, trainable = (as_int(row[key], f"{at}: {key}") for key in ("numel", "num_trainable"))
     if trainable > numel or numel % (ALIGN * world_size) or trainable % (ALIGN * world_size):
         raise ValueError(f"{at}: numel {numel} and num_trainable {trainable} must be multiples of {ALIGN} elements for each "
-                         f"of {world_size} ranks, the second no more than the first; for another number of ranks plan anew with --ranks")
+                         f"of {world_size} ranks, the second no more than the first; for other ranks plan anew with --ranks")
     return Group(row["name"], numel, trainable, uses)
 
 

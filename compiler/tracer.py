@@ -131,8 +131,9 @@ def _record(recorder: MetaRecorder, arguments: Any, loss_fn: LossFn | None, comp
     except ValueError:
         raise
     except Exception as e:
-        raise _explained(TraceError(f"{name} could not be traced: {type(e).__name__}: {e}. Between layers, forward must be able to "
-                                    "run on meta tensors; put what cannot inside a layer"), recorder.batch) from e  # fmt: skip
+        error = TraceError(f"{name} could not be traced: {type(e).__name__}: {e}. Between layers, forward must be able to run on "
+                           "meta tensors; put what cannot inside a layer")  # fmt: skip
+        raise _explained(error, recorder.batch) from e
     recorder.check_buffers()
     return model_loss(outputs, recorder, name) if loss_fn is None else user_loss(outputs, recorder)
 

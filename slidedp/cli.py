@@ -119,8 +119,8 @@ def warn_of_missing_gpus(hw_profile: str, ranks: int) -> None:
     """One GPU a rank; ranks on the CPU are processes, as many as one likes."""
     hw = load_profile(hw_profile)
     if ranks > hw.num_gpus and hw.gpu_name != "cpu":
-        print(f"slidedp: warning: {ranks} ranks, but the profile {hw.name} has {hw.num_gpus} GPU{'s' * (hw.num_gpus > 1)}: its rates "
-              "for all GPUs at once are those of so many", file=sys.stderr)  # fmt: skip
+        print(f"slidedp: warning: {ranks} ranks, but the profile {hw.name} has {hw.num_gpus} GPU{'s' * (hw.num_gpus > 1)}: its "
+              "rates for all GPUs at once are those of so many", file=sys.stderr)  # fmt: skip
 
 
 def read_policy(path: str | None, fixes: Sequence[str]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def run_check(args: argparse.Namespace) -> int:
     check_budgets(plan.layers, plan.decisions, plan.budgets.hbm_bytes, plan.budgets.host_bytes)
     if not plan.edited and (derived := ops_hash(graph)) != plan.ops_hash:
         raise ValueError(f"{args.plan}: its decisions lower to other ops ({derived}) than slidedp {plan.slidedp} planned "
-                         f"({plan.ops_hash}); only `plan` and `decisions` may be edited: plan anew (with --ranks, for other ranks)")
+                         f"({plan.ops_hash}); only `plan` and `decisions` may be edited: plan anew, for other ranks with --ranks")
     print(f"{args.plan}: sound: {len(graph.ops)} ops, {len(graph.edges)} edges")
     if plan.edited:
         print(f"decisions were edited: the predictions are of those before; refresh them with slidedp plan --policy {args.plan}")

@@ -56,7 +56,8 @@ def summary(plan: PlanFile) -> str:
     No line is longer than `WIDTH` columns, unless one name in it is.
     """
     layers, p, ranks = plan.layers, plan.predictions, plan.world_size
-    numel = sum(g.numel for g in layers.groups) / 1e6
+    numel = sum(g.numel for g in layers.groups)
+    elements = f"{numel / 1e6:,.1f} M" if numel >= 1e6 else f"{numel:,}"
     each, together = (" each", " in all") if ranks > 1 else ("", "")
     facts = {
         "batch": ", ".join(f"{key} {value}" for key, value in plan.specialisation.items()) + " a rank" * (ranks > 1),
@@ -69,7 +70,7 @@ def summary(plan: PlanFile) -> str:
                   f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)}{together}",
     }
     return "\n".join([
-        *wrapped(f"{layers.model or 'model'}: {len(layers.layers)} layers, {numel:,.1f} M elements, {layers.compute_dtype}, "
+        *wrapped(f"{layers.model or 'model'}: {len(layers.layers)} layers, {elements} elements, {layers.compute_dtype}, "
                  f"{ranks} rank{'s' * (ranks > 1)}", "  "),
         *(line for key, text in facts.items() for line in wrapped(f"{key:<10}{text}")),
         *decision_table(plan),

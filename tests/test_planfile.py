@@ -151,7 +151,7 @@ def test_require_names_what_differs() -> None:
     plan = make_plan(stack(4))
     for other, message in [
         (stack(4, model="Tower"), "made for model 'Stack', this is 'Tower'"),
-        (stack(4, world_size=2), "made for world_size 1, this is 2"),
+        (stack(4, world_size=2), "made for 1 rank, this is 2 ranks; plan anew with --ranks 2"),
         (stack(4, dtype="float32"), "made for compute_dtype 'bfloat16', this is 'float32'"),
         (stack(5), "only one of them has a group L04"),
         (stack(4, layer_numel=8192), "L00 had 4096 elements (4096 trainable), here it has 8192 (8192)"),
@@ -278,6 +278,15 @@ def test_diff_shows_exactly_the_change(tmp_path: Path) -> None:
     assert re.search(r"^  L02-L05\.source +shadow -> cast$", text, re.MULTILINE)
     assert re.search(r"^  step_us +[\d.]+ ms -> [\d.]+ ms  \([+-][\d.]+%\)$", text, re.MULTILINE)
     assert re.search(r"^  hbm_bytes +[\d.]+ GiB -> [\d.]+ GiB  \(-[\d.]+%\)$", text, re.MULTILINE)
+
+
+def test_diff_takes_what_has_a_plan_file() -> None:
+    class Plan:
+        def to_planfile(self) -> PlanFile:
+            return make_plan(stack(4), policy={"source": "cast"})
+
+    assert diff(Plan(), Plan()).changes == ()
+    assert diff(make_plan(stack(4)), Plan())
 
 
 def test_diff_of_batches() -> None:

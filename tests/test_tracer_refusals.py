@@ -139,7 +139,7 @@ def test_bad_batches_are_refused_by_name() -> None:
     [
         (lambda b: {"input_ids": b["input_ids"].float()}, r"batch\['input_ids'\] is float32: ids must be integers"),
         (lambda b: {key: t[0] for key, t in b.items()}, r"batch\['input_ids'\] has shape \(10,\): ids are \[rows, tokens\]"),
-        (lambda b: {"labels": b["labels"][:1]}, "disagree in their first dimension: input_ids 2, labels 1"),
+        (lambda b: {"labels": b["labels"][:1]}, "batch entries disagree in their first dimension: input_ids 2, labels 1"),
         (lambda b: {"labels": b["labels"][:, :5]}, r"batch\['labels'\] has shape \(2, 5\), batch\['input_ids'\] \(2, 10\)"),
         (lambda b: {"labels": b["labels"].float()}, r"batch\['labels'\] is float32"),
     ],
@@ -185,6 +185,7 @@ def test_what_loss_fn_raises_is_said_to_be_its_own() -> None:
         trace(tiny_models.mlp(), mlp_batch(), loss_fn=lambda out, batch: (out.logits.sum(), 1))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports what torch deprecates
 def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"pass the module that you gave to torch\.compile"):
         trace(torch.compile(PlainGPT()), lm_batch())  # type: ignore[arg-type]
