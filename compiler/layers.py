@@ -61,7 +61,7 @@ def call_arguments(
     and for a model that torch.compile has wrapped.
     """
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise ValueError("this is the result of torch.compile, which hides the layers: pass the module that you gave to torch.compile")
+        raise ValueError("torch.compile returned this, and it hides the layers: pass the module that you gave to torch.compile")
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"batch[{key!r}] is a {type(value).__name__}; every entry of a batch must be a tensor")

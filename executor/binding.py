@@ -60,10 +60,11 @@ class Binding:
         Parameters on the meta device (ranks other than 0) are replaced by new ones; elsewhere the objects stay.
         """
         shared = shared_state_ranges()
-        for name, own in ((q.name, p) for g in self.groups.values() for q, p in zip(g.params, self._params[g.name], strict=True)):
+        pairs = [(q.name, p) for g in self.groups.values() for q, p in zip(g.params, self._params[g.name], strict=True)]
+        for name, own in pairs:
             if own.device.type == "cpu" and any(lo <= own.data_ptr() < hi for lo, hi in shared):
-                raise ValueError(f"parameter {name} belongs to a plan that is still open: close that plan before compiling its model")
-        state.load({p.name: q for g in self.groups.values() for p, q in zip(g.params, self._params[g.name], strict=True)})
+                raise ValueError(f"parameter {name} belongs to a plan that is still open: close it before compiling the model again")
+        state.load(dict(pairs))
         self.release(state.master)
 
     def _is_elsewhere(self, group: str, i: int) -> bool:

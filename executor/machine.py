@@ -311,8 +311,8 @@ class Machine:
             if moved := self.binding.moved():
                 self.binding.release(self.state.master, force=True)
                 raise ValueError(
-                    f"parameter {moved} is no longer the plan's (was the model converted or moved, e.g. with .to(...)?); its masters "
-                    "are bound again, and training can go on: convert a copy.deepcopy(plan.model) instead"
+                    f"parameter {moved} is no longer the plan's (was the model converted or moved, e.g. with .to(...)?); its "
+                    "masters are bound again, and training can go on: convert a copy.deepcopy(plan.model) instead"
                 )
             for group, shadow in self.state.shadow.items():
                 self.casting.cast(self.state.master[group], shadow)

@@ -212,7 +212,10 @@ plan.run(lm_batch())
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("raise KeyError('mine')", 1)], ids=["end", "exit", "error"])
+ENDS = {"end": ("", 0), "exit": ("raise SystemExit(3)", 3), "error": ("raise KeyError('mine')", 1)}
+
+
+@pytest.mark.parametrize(("end", "code"), ENDS.values(), ids=ENDS)
 def test_a_process_may_end_with_an_open_plan(end, code):
     script = SCRIPT.format(paths=[os.path.dirname(__file__), os.path.dirname(os.path.dirname(slidedp.__file__))], end=end)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
@@ -237,7 +240,8 @@ def test_interrupt_reaches_the_user():
 
 def test_evaluate_and_several_shapes():
     model = family("llama", attention_dropout=0.0)
-    batches = [lm_batch(p, seed=i, seq=s) for i, (p, s) in enumerate([("none", 10), ("padded", 12), ("ones", 10), ("padded", 10)])]
+    shapes = [("none", 10), ("padded", 12), ("ones", 10), ("padded", 10)]
+    batches = [lm_batch(padding, seed=i, seq=seq) for i, (padding, seq) in enumerate(shapes)]
     want = train_plainly(model, batches, OPTIMIZER, loss_of_output)
     eager = copy.deepcopy(model).eval()
     with compiled(model) as plan:
