@@ -63,7 +63,7 @@ class Binding:
         pairs = [(q.name, p) for g in self.groups.values() for q, p in zip(g.params, self._params[g.name], strict=True)]
         for name, own in pairs:
             if own.device.type == "cpu" and any(lo <= own.data_ptr() < hi for lo, hi in shared):
-                raise ValueError(f"parameter {name} belongs to a plan that is still open: close it before compiling the model again")
+                raise ValueError(f"parameter {name} belongs to a plan that is still open: close it before compiling its model")
         state.load(dict(pairs))
         self.release(state.master)
 

@@ -82,7 +82,9 @@ def stream(model, batches, optimizer, **options):
 def deterministic():
     """Attention's backward and the embedding's otherwise add in whatever order their threads come."""
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # or every allocation is filled, gigabytes of them
     yield
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(False)
 
 
