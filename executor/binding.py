@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import Group, Param
+from slidedp.executor.host_state import shaped
 
 Place = tuple[MutableMapping[str, Any], str]
 """A `_parameters` or `_buffers` dictionary and a key in it."""
@@ -86,7 +87,7 @@ class Binding:
         """
         for name, flat in masters.items():
             for i, param in enumerate(self.groups[name].params):
-                view, own = _shaped(flat, param), self._params[name][i]
+                view, own = shaped(flat, param), self._params[name][i]
                 if self._is_elsewhere(name, i) and not force:
                     continue  # the user has given it other memory: that is what it holds now
                 self._addresses[name, i] = view.data_ptr()
@@ -100,7 +101,7 @@ class Binding:
 
     def leaves(self, flat: Tensor, group: str) -> list[Tensor]:
         """Views of a slot, one a parameter and in its shape: autograd leaves, requiring gradients where trainable."""
-        return [_shaped(flat, p).detach().requires_grad_(p.trainable) for p in self.groups[group].params]
+        return [shaped(flat, p).detach().requires_grad_(p.trainable) for p in self.groups[group].params]
 
     def bind(self, group: str, views: list[Tensor]) -> None:
         """Puts these tensors (from :meth:`leaves`) where the group's parameters are. By the thread that runs the stages."""
@@ -248,10 +249,6 @@ def _places(model: nn.Module, attribute: str) -> dict[int, list[Place]]:
 def _set(places: Iterable[Place], value: Tensor) -> None:
     for container, key in places:
         container[key] = value
-
-
-def _shaped(flat: Tensor, param: Param) -> Tensor:
-    return flat[param.offset : param.offset + param.numel].view(param.shape)
 
 
 def _find(named: Mapping[str, nn.Parameter], param: Param, model: nn.Module) -> nn.Parameter:
