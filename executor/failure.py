@@ -55,6 +55,11 @@ class Failure:
         except (PeerError, Aborted) as e:
             raise self.cause(e) from e
 
+    @property
+    def unreported(self) -> bool:
+        """True if something has failed that nobody has been told of yet."""
+        return self._cause is None and self.streams.error is not None
+
     def raise_if_failed(self) -> None:
         if self.streams.error is not None:
             raise self.cause()

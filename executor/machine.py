@@ -105,7 +105,7 @@ class Machine:
         try:
             self.start(layers, graph, compute_dtype, grad_dtype)
         except BaseException as e:
-            self.failure.stop(e)
+            self.abandon(e)
             self.close()
             raise
 
@@ -324,9 +324,13 @@ class Machine:
         self.failure.cause()
 
     def close(self) -> None:
-        """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent."""
+        """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent.
+
+        Raises, once all is freed, what has failed in the last step if nobody has heard of it yet.
+        """
         if self.closed:
             return
+        unreported = self.failure.unreported
         try:
             if self.streams.error is None:
                 self.synchronize()
@@ -344,3 +348,5 @@ class Machine:
             if hasattr(self, "buffers"):
                 self.buffers.clear()
             self.interpreters.clear()
+        if unreported:
+            raise self.failure.cause()

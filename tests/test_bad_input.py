@@ -179,3 +179,17 @@ def test_a_gradient_that_is_not_finite_says_what_has_moved():
     assert "1.linear" in str(caught.value)
     assert "updated before" in " ".join(caught.value.__notes__)
     plan.close()
+
+
+def test_a_failure_of_the_last_step_is_raised_by_close():
+    model = nn.Sequential(nn.Linear(4, 8), Exploding(), nn.Linear(8, 1))
+    plan = slidedp.compile(model, "cpu", loss_fn=squared_error)
+    batch = {"x": torch.randn(3, 4), "y": torch.randn(3, 1)}
+    plan.run(batch)
+    plan.synchronize()
+    model[1].armed = True
+    plan.run(batch)  # its loss is finite
+    with pytest.raises(NonFiniteGradient):
+        plan.close()
+    plan.close()
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -17,7 +17,7 @@ def test_one_rank_evaluates_where_the_other_trains(run_ranks):
 
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
 def test_a_rank_that_fails_and_lives_is_named(run_ranks, delivery):
-    """Bounded by a rank's own clock, not asserted tightly: the contract says 30 s, the failed rank lives for 20."""
+    """While it lives: after its end it would be named anyway, but not with what it said."""
     zero, one = (r.value for r in run_ranks(failure_cases.one_fails_and_lives, 2, delivery, timeout=120))
     assert one["kind"] == "RuntimeError"
     assert "broken" in one["message"]

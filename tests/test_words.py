@@ -230,7 +230,7 @@ def test_a_stuck_rank_has_time_to_notice(make_ranks):
     dog = Watchdog(words, interval_s=0.01, grace_s=60, exit_process=lambda code: ended.set())
     peer.kill()
     peer.wait()
-    while words.aborted() is None:
+    while words.aborted(own=True) is None:
         time.sleep(0.01)
     assert not ended.wait(0.2)
     dog.stop()
