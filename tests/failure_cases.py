@@ -64,7 +64,7 @@ def one_fails_and_lives(delivery: str) -> dict[str, Any]:
         kind, message = type(e).__name__, str(e)
     waited = time.monotonic() - began
     if rank == 1:
-        time.sleep(max(0.0, 8 - waited))
+        time.sleep(max(0.0, 5 - waited))
     plan.close()
     return {"kind": kind, "message": message, "waited_s": waited}
 
