@@ -6,7 +6,6 @@ machine without a GPU.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,15 +14,6 @@ import torch
 from torch import Tensor
 
 from slidedp.executor.streams import Streams, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """Device memory of this process. `reserved_bytes`: held by the allocator; `peak_bytes`: most ever allocated."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +68,6 @@ class Backend(Protocol):
     def set_rng_state(self, state: RngState) -> None:
         """Puts the default generators back to `state`."""
 
-    def memory(self) -> MemoryStats:
-        """Device memory in use."""
-
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
@@ -127,12 +114,6 @@ class CpuBackend:
 
     def set_rng_state(self, state: RngState) -> None:
         torch.set_rng_state(state.cpu)
-
-    def memory(self) -> MemoryStats:
-        """The process's resident set: the CPU allocator keeps no count."""
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1]) * resource.getpagesize()
-        return MemoryStats(resident, resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
     def drain(self) -> None:
         pass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.ops import Stream
-from slidedp.executor.backend import MemoryStats, RngState
+from slidedp.executor.backend import RngState
 from slidedp.executor.streams import Streams, Trace
 
 _DEVICE_STREAMS = (Stream.GPU, Stream.H2D, Stream.D2H, Stream.COMM)
@@ -130,10 +130,6 @@ class CudaBackend:
         torch.set_rng_state(state.cpu)
         if state.device is not None:
             torch.cuda.set_rng_state(state.device, self.device)
-
-    def memory(self) -> MemoryStats:
-        d = self.device
-        return MemoryStats(torch.cuda.memory_allocated(d), torch.cuda.memory_reserved(d), torch.cuda.max_memory_allocated(d))
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)

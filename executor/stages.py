@@ -104,9 +104,11 @@ class StageRunner:
         changed = [(module, mode) for module, mode in self._modes if module.training != mode]
         for module, mode in changed:
             module.training = mode
-        yield
-        for module, mode in changed:
-            module.training = not mode
+        try:
+            yield
+        finally:
+            for module, mode in changed:
+                module.training = not mode
 
     def prologue(self, weights: Weights) -> None:
         program = self._programs[self._first]
