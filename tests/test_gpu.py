@@ -104,16 +104,24 @@ def test_qwen3_06b_equals_the_resident_trainer_bit_for_bit():
 
 @pytest.mark.usefixtures("deterministic")
 def test_qwen3_4b_follows_the_resident_trainer():
-    """20 steps, everything of the reference on the GPU, our native update on the host: only the update's rounding differs."""
+    """20 steps, everything of the reference on the GPU, our native update on the host: only the update's rounding differs.
+
+    What rounding alone does to a trajectory that falls from 12 to 2 says the reference itself, under torch's fused AdamW.
+    """
     optimizer, batches = slidedp.AdamW(lr=5e-5), token_batches(20)
     want = train_resident(qwen3("4b"), batches, optimizer, "cuda").losses
-    model = qwen3("4b").to("cpu", torch.float32)
-    got, _ = stream(model, batches, optimizer)
-    worst = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
-    print(f"resident {want[0]:.4f} .. {want[-1]:.4f}; largest relative difference {worst:.1e}")
+    other = train_resident(qwen3("4b"), batches, optimizer, "cuda", fused=True).losses
+    got, _ = stream(qwen3("4b").to("cpu", torch.float32), batches, optimizer)
+    by_rounding, ours = apart(other, want), apart(got, want)
+    print(f"resident {want[0]:.4f} .. {want[-1]:.4f}; relative differences, ours {ours}, torch's fused AdamW {by_rounding}")
     assert got[0] == want[0]
-    assert worst < 2e-3
+    assert max(ours[:4]) < 1e-4
+    assert max(ours) < 3 * max(by_rounding)
     assert want[-1] < want[0] - 0.1
+
+
+def apart(got, want):
+    return [round(abs(a - b) / b, 7) for a, b in zip(got, want, strict=True)]
 
 
 def test_delays_and_poison_change_no_bit():

@@ -68,11 +68,11 @@ def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp
 
 
 def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, device: str,
-                   state_device: str | None = None, keep_grads: bool = False) -> Trained:
+                   state_device: str | None = None, keep_grads: bool = False, fused: bool = False) -> Trained:
     """BF16 weights and gradients, FP32 masters and moments, all on one device: the recipe that a plan streams.
 
     `model` in BF16 on the device is used up; anything else is copied. `state_device`: where masters and moments are instead.
-    Returned tensors are FP32, where the masters are; gradients (`keep_grads`: every step's, else none) BF16 on the device.
+    `fused`: torch's fused AdamW, the same formula rounded elsewhere. Returned tensors are FP32, where the masters are; gradients (`keep_grads`: every step's, else none) BF16 on the device.
     """
     if next(model.parameters()).dtype is not torch.bfloat16:
         buffers = {n: b.clone() for n, b in model.named_buffers()}
@@ -83,7 +83,8 @@ def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slided
     params = dict(model.named_parameters())
     masters = {n: p.detach().to(state_device or device, torch.float32, copy=True) for n, p in params.items()}
     groups = [{"params": [m], "weight_decay": optimizer.weight_decay if optimizer.decays(n) else 0.0} for n, m in masters.items()]
-    adam = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
+    adam = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps,
+                             fused=fused, foreach=None if fused else False)
     losses, grads = [], []
     for batch in batches:
         model.zero_grad(set_to_none=True)
