@@ -72,7 +72,8 @@ def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slided
     """BF16 weights and gradients, FP32 masters and moments, all on one device: the recipe that a plan streams.
 
     `model` in BF16 on the device is used up; anything else is copied. `state_device`: where masters and moments are instead.
-    `fused`: torch's fused AdamW, the same formula rounded elsewhere. Returned tensors are FP32, where the masters are; gradients (`keep_grads`: every step's, else none) BF16 on the device.
+    `fused`: torch's fused AdamW, the same formula rounded elsewhere. Returned tensors are FP32, where the masters are; gradients
+    (`keep_grads`: every step's, else none) BF16 on the device.
     """
     if next(model.parameters()).dtype is not torch.bfloat16:
         buffers = {n: b.clone() for n, b in model.named_buffers()}
