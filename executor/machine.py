@@ -85,6 +85,7 @@ class Machine:
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.counters: Counter[str] = Counter()
         self.num_steps = self.num_turns = 0
+        self.steps_before = 0  # training steps of the checkpoint that was resumed, less those of this machine until then
         self.last_published: dict[str, int] = {}
         self.exposed = False
         self.word_of = {name: 1 + i for i, name in enumerate(dict.fromkeys(e.src for e in graph.edges if e.all_ranks))}

@@ -117,13 +117,13 @@ class StepResult:
         grad_norm: global gradient norm when clipping is on, else None.
         skipped: True if the step was skipped for a non-finite gradient.
         lr: learning rate of this step.
-        step: 1-based step number.
+        step: 1-based number of the training step, those before a resumed checkpoint included.
         wall_s: seconds from the end of the previous step's compute (or this step's start) to the end of this one's.
         tokens_per_s: `num_tokens` of all ranks over `wall_s`.
     """
 
-    def __init__(self, step: Step, lr: float) -> None:
-        self._step, self.lr = step, lr
+    def __init__(self, step: Step, lr: float, number: int) -> None:
+        self._step, self.lr, self.step = step, lr, number
 
     @property
     def loss(self) -> float:
@@ -132,10 +132,6 @@ class StepResult:
     @property
     def num_tokens(self) -> int:
         return self._step.num_valid_global
-
-    @property
-    def step(self) -> int:
-        return self._step.number
 
     @property
     def grad_norm(self) -> float | None:

@@ -9,6 +9,7 @@ The face of the package; see compiler/ (what a plan is), passes/ (how it is lowe
 
 from slidedp.api import compile
 from slidedp.batch import BatchError
+from slidedp.checkpoints import Checkpoint
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.diff import PlanDiff, diff
 from slidedp.compiler.errors import TraceError
@@ -17,6 +18,7 @@ from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile import PlanFile
 from slidedp.executor.adam import NonFiniteGradient
+from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.segment import HostMemoryError
 from slidedp.executor.step import NonFiniteLoss, StepResult
 from slidedp.executor.words import PeerError
@@ -30,6 +32,8 @@ load_plan = PlanFile.load
 __all__ = [
     "AdamW",
     "BatchError",
+    "Checkpoint",
+    "CheckpointError",
     "CostModel",
     "HardwareProfile",
     "HostMemoryError",

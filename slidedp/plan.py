@@ -11,18 +11,20 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
 from slidedp.batch import BatchError, check_batch
+from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
+from slidedp.executor.checkpoint_files import FileLayer
 from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine, MachineOptions
@@ -49,6 +51,7 @@ class Plan:
         self._machine: Machine | None = None
         self._current: Specialisation | None = None
         self._closed = False
+        self._resume_from: Checkpoint | None = None
         self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
             self._start(example)
@@ -69,7 +72,7 @@ class Plan:
         machine, spec, interpreter, step = self._begin(batch, training=True)
         self._current = spec
         machine.run(interpreter, step)
-        return StepResult(step, self._optimizer.lr)
+        return StepResult(step, self._optimizer.lr, machine.steps_before + step.number)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
@@ -152,12 +155,26 @@ class Plan:
             try:
                 decisions = agree_on_decisions(draft.decisions, draft.layers, self._collectives)
                 spec = self._planner.finish(draft, decisions)
+                if self._resume_from is not None:
+                    require_same_model(self._resume_from, draft.layers.groups)
                 self._machine = self._build(spec)
                 self._current = spec
             except ValueError as e:
                 problem = e
             self._raise_on_all_ranks(problem)
+        if self._resume_from is not None:
+            self._load_or_undo(self._resume_from)
         self._finalizer = weakref.finalize(self, close_quietly, self._machine)
+
+    def _load_or_undo(self, found: Checkpoint) -> None:
+        assert self._machine is not None
+        try:
+            load(self._machine, found)
+        except BaseException:  # the weights are no longer those that the user compiled with, nor the checkpoint's
+            machine, self._machine, self._closed = self._machine, None, True
+            machine.close()
+            raise
+        self._resume_from = None
 
     def _build(self, spec: Specialisation) -> Machine:
         s = self._settings
@@ -176,6 +193,38 @@ class Plan:
                 machine.abandon(PeerError(failed.index(1), f"rank {failed.index(1)} could not start"))
                 machine.close()
             raise BatchError(f"rank {failed.index(1)} could not plan its first batch (its own error says why)")
+
+    # ---- checkpoints ----
+
+    def save(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+        """Write weights, moments, step counts and generators into a new checkpoint under `directory`; returns its path.
+
+        `extra`: anything JSON can hold, such as the data's position; :meth:`resume` gives it back (rank 0's). The `keep`
+        newest checkpoints stay. A process killed at any moment leaves a complete one (executor/checkpoint_files.py). Any
+        plan of the same model can resume it, whatever its ranks, routes or device; `from_pretrained` loads it as a model.
+        Waits for pending updates. All ranks call it. Raises ValueError for a plan that has not seen a batch.
+        """
+        self._require_open()
+        if self._machine is None:
+            raise ValueError("there is nothing to save yet: this plan has not seen a batch")
+        self.synchronize()
+        return save(self._machine, Path(directory), extra, keep, FileLayer())
+
+    def resume(self, directory: str | Path) -> Checkpoint:
+        """Go on from the newest undamaged checkpoint under `directory` (or from `directory`, if it is one); says which.
+
+        Weights, moments and step counts come back bit for bit. Before the first batch, they are read when it comes. Generators
+        come back on ranks that the save had, too. All ranks call it.
+        Raises CheckpointError, a ValueError: there is none, or it is of another model.
+        """
+        self._require_open()
+        found = find(Path(directory), self._collectives)
+        if self._machine is None:
+            self._resume_from = found
+        else:
+            self.synchronize()
+            load(self._machine, found)
+        return found
 
     # ---- the model ----
 

@@ -276,3 +276,33 @@ def on_the_gpu() -> dict[str, Any]:
         digests.append(Trained(losses, params, {}, {}, {}).digest())
         plan.close()
     return {"losses": losses, "digests": digests}
+
+
+def checkpointed(**options: Any) -> slidedp.Plan:
+    return slidedp.compile(PlainGPT(), "cpu", optimizer=slidedp.AdamW(lr=1e-2), **options)
+
+
+def state_digest(plan: slidedp.Plan) -> str:
+    """Of weights and moments, the last gradients left out."""
+    state = state_of(plan)
+    return Trained([], state.params, state.exp_avg, state.exp_avg_sq, []).digest()
+
+
+def save_checkpoint(directory: str) -> str:
+    """Two steps on any number of ranks, saved; the digest of the state."""
+    rank, world = start()
+    with checkpointed() as plan:
+        for step in range(2):
+            plan.run(shares(world, step)[rank])
+        plan.save(directory)
+        return state_digest(plan)
+
+
+def resume_checkpoint(directory: str) -> str:
+    """The digest of the state right after a resume; a further step shows that the plan works."""
+    rank, world = start()
+    with checkpointed(example=shares(world, 0)[rank]) as plan:
+        plan.resume(directory)
+        found = state_digest(plan)
+        plan.run(shares(world, 2)[rank])
+    return found

@@ -1,0 +1,148 @@
+"""Saving and resuming a plan: what all ranks do together. The format is :mod:`slidedp.executor.checkpoint`'s."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slidedp.compiler.layergraph import Group
+from slidedp.executor import checkpoint as content
+from slidedp.executor.checkpoint_files import (
+    CheckpointError,
+    FileFact,
+    FileLayer,
+    begin,
+    complete,
+    damage,
+    partial_of,
+    publish,
+    read_manifest,
+)
+from slidedp.executor.collectives import Collectives
+from slidedp.executor.machine import Machine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. `step`: training steps done; `extra`: what :meth:`Plan.save` was given to keep with it.
+
+    `passed_over`: newer checkpoints that were damaged, each with what is wrong.
+    """
+
+    path: Path
+    step: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    passed_over: tuple[str, ...] = ()
+
+
+def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, keep: int, files: FileLayer) -> Path:
+    """Writes a checkpoint of the drained `machine`; returns its path. Collective.
+
+    Raises ValueError for an `extra` that is not JSON; on every rank if a rank cannot write. What was there stays as it was.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep!r}: at least the checkpoint being saved is kept")
+    collectives, state, model = machine.collectives, machine.state, machine.binding.model
+    step = machine.num_steps + machine.steps_before
+    training = {"step": step, "step_counts": machine.adam.steps, "extra": as_json(extra)}
+
+    def start() -> bytes:
+        return begin(directory, step, files).name.encode() if collectives.rank == 0 else b""
+
+    name = collectives.broadcast_bytes(on_all(collectives, start))
+    target = directory / name.decode()
+    partial, device = partial_of(target), machine.backend.device
+    mine = on_all(collectives, lambda: content.write_part(partial, state, model, training, device, files))
+    facts = gather_facts(content.file_names(state, model), mine, collectives)
+    manifest = {"step": step, "ranks": collectives.world_size, "parameters": content.names_of(list(state.groups.values()))}
+    on_all(collectives, lambda: publish(target, facts, manifest, keep, files) if collectives.rank == 0 else None)
+    return target
+
+
+def as_json(extra: Mapping[str, Any] | None) -> Any:
+    try:
+        return json.loads(json.dumps(dict(extra or {})))
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"extra= must be a mapping that JSON can hold: {e}") from e
+
+
+def gather_facts(names: list[str], mine: Mapping[str, FileFact], collectives: Collectives) -> dict[str, FileFact]:
+    """Everyone's facts; each file has been written by one rank."""
+    own = [value for name in names for value in ((mine[name].num_bytes, mine[name].crc32) if name in mine else (0, 0))]
+    total = [sum(column) for column in zip(*collectives.gather_ints(own), strict=True)]
+    return {name: FileFact(total[2 * i], total[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def find(directory: Path, collectives: Collectives) -> Checkpoint:
+    """The newest undamaged checkpoint of `directory`; `directory` may also be one checkpoint itself. Collective.
+
+    Damaged ones are named in a warning and passed over. Raises CheckpointError when none is left.
+    """
+    single = (directory / "manifest.json").is_file()
+    candidates, passed_over = [directory] if single else complete(directory), []
+    for path in candidates:
+        wrong = what_is_wrong(path, collectives)
+        if wrong is None:
+            manifest = read_manifest(path)
+            extra = json.loads((path / content.TRAINING).read_text())["extra"]
+            return Checkpoint(path, manifest["step"], extra, tuple(passed_over))
+        passed_over.append(f"{path}: {wrong}")
+        warnings.warn(f"checkpoint {path} is damaged ({wrong}){'' if single else '; trying the one before it'}", stacklevel=4)
+    raise CheckpointError(f"{directory} holds no complete checkpoint" + "".join(f"; {p}" for p in passed_over))
+
+
+def what_is_wrong(path: Path, collectives: Collectives) -> str | None:
+    """Each rank checks its share of the files; the first rank that finds something tells the others."""
+    try:
+        wrong = damage(path, read_manifest(path), collectives.rank, collectives.world_size)
+    except CheckpointError as e:
+        wrong = str(e)
+    flags = [flag for (flag,) in collectives.gather_ints([int(wrong is not None)])]
+    if not any(flags):
+        return None
+    return wrong or f"as rank {flags.index(1)} found"
+
+
+def require_same_model(found: Checkpoint, groups: Sequence[Group]) -> None:
+    """CheckpointError, naming a parameter, if the checkpoint is of a model with other parameters."""
+    content.require_same_model(found.path, read_manifest(found.path), groups)
+
+
+def load(machine: Machine, found: Checkpoint) -> None:
+    """Puts a checkpoint into the drained `machine`. Collective.
+
+    Raises CheckpointError on every rank: with nothing changed for another model's, with the state in pieces if a file has
+    changed since it was checked.
+    """
+    state = machine.state
+    manifest = read_manifest(found.path)
+    require_same_model(found, list(state.groups.values()))
+
+    def read() -> None:
+        training = content.read_part(found.path, manifest, state, machine.binding.model, machine.backend.device)
+        machine.adam.load_steps(training["step_counts"])
+
+    machine.expose_model()  # the shadows are cast anew before the next step
+    on_all(machine.collectives, read)
+    machine.steps_before = found.step - machine.num_steps
+
+
+def on_all(collectives: Collectives, work: Callable[[], T]) -> T:
+    """What `work` returns. If it raises on one rank, all raise. Collective."""
+    problem: Exception | None = None
+    try:
+        result = work()
+    except Exception as e:
+        problem = e
+    flags = [flag for (flag,) in collectives.gather_ints([int(problem is not None)])]
+    if problem is not None:
+        raise problem
+    if any(flags):
+        raise CheckpointError(f"rank {flags.index(1)} failed; see its own error")
+    return result
