@@ -83,8 +83,7 @@ class CpuAdam:
         if kernel == Kernel.NATIVE and not self.native:
             names = ", ".join(sorted(str(d) for d in dtypes))
             raise ValueError(f"kernel='native' updates float32 and bfloat16 only, not {names}; use kernel='auto'")
-        self._lr_from: list[int] = [0]
-        self._lrs: list[float] = [optimizer.lr]
+        self._rates: tuple[tuple[int, float], ...] = ((0, optimizer.lr),)  # (from step, rate); replaced whole: updates read it
         self._groups: dict[str, _GroupSteps] = {}
         for g in groups:
             params = tuple(p for p in g.params if p.trainable)
@@ -95,12 +94,12 @@ class CpuAdam:
 
     def set_lr(self, lr: float, *, from_step: int = 0) -> None:
         """The learning rate of `from_step` and all later ones; pending updates of earlier steps keep theirs."""
-        keep = [(s, x) for s, x in zip(self._lr_from, self._lrs, strict=True) if s < from_step][-_LR_HISTORY:]
-        self._lr_from = [s for s, _ in keep] + [from_step]
-        self._lrs = [x for _, x in keep] + [lr]
+        if lr != self.lr(from_step):
+            self._rates = (*[rate for rate in self._rates if rate[0] < from_step][-_LR_HISTORY:], (from_step, lr))
 
     def lr(self, step: int) -> float:
-        return self._lrs[max(bisect_right(self._lr_from, step) - 1, 0)]
+        rates = self._rates
+        return rates[max(bisect_right(rates, step, key=lambda rate: rate[0]) - 1, 0)][1]
 
     @property
     def steps(self) -> dict[str, int]:

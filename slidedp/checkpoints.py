@@ -41,7 +41,8 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
 
 
-def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, keep: int, files: FileLayer) -> Path:
+def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, keep: int, files: FileLayer,
+         optimizer: Mapping[str, Any] | None = None) -> Path:
     """Writes a checkpoint of the drained `machine`; returns its path. Collective.
 
     Raises ValueError for an `extra` that is not JSON; on every rank if a rank cannot write. What was there stays as it was.
@@ -50,7 +51,8 @@ def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, kee
         raise ValueError(f"keep={keep!r}: at least the checkpoint being saved is kept")
     collectives, state, model = machine.collectives, machine.state, machine.binding.model
     step = machine.num_steps + machine.steps_before
-    training = {"step": step, "step_counts": machine.adam.steps, "extra": as_json(extra)}
+    training = {"step": step, "step_counts": machine.adam.steps, "optimizer": dict(optimizer or {}),
+                "extra": as_json(extra)}
 
     def start() -> bytes:
         return begin(directory, step, files).name.encode() if collectives.rank == 0 else b""
@@ -114,8 +116,8 @@ def require_same_model(found: Checkpoint, groups: Sequence[Group]) -> None:
     content.require_same_model(found.path, read_manifest(found.path), groups)
 
 
-def load(machine: Machine, found: Checkpoint) -> None:
-    """Puts a checkpoint into the drained `machine`. Collective.
+def load(machine: Machine, found: Checkpoint) -> dict[str, Any]:
+    """Puts a checkpoint into the drained `machine`; returns the `optimizer` it was saved with. Collective.
 
     Raises CheckpointError on every rank: with nothing changed for another model's, with the state in pieces if a file has
     changed since it was checked.
@@ -124,13 +126,15 @@ def load(machine: Machine, found: Checkpoint) -> None:
     manifest = read_manifest(found.path)
     require_same_model(found, list(state.groups.values()))
 
-    def read() -> None:
+    def read() -> dict[str, Any]:
         training = content.read_part(found.path, manifest, state, machine.binding.model, machine.backend.device)
         machine.adam.load_steps(training["step_counts"])
+        return dict(training["optimizer"])
 
     machine.expose_model()  # the shadows are cast anew before the next step
-    on_all(machine.collectives, read)
+    optimizer = on_all(machine.collectives, read)
     machine.steps_before = found.step - machine.num_steps
+    return optimizer
 
 
 def on_all(collectives: Collectives, work: Callable[[], T]) -> T:

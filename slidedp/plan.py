@@ -33,6 +33,7 @@ from slidedp.executor.words import PeerError
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, planfile_of
+from slidedp.schedule import LearningRate, as_float, as_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,6 +47,8 @@ class Plan:
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks, optimizer: AdamW, options: MachineOptions,
                  example: Mapping[str, Tensor] | None) -> None:
         self._model, self._settings, self._ranks, self._optimizer, self._options = model, settings, ranks, optimizer, options
+        self.optimizer = LearningRate(optimizer.lr)
+        """For schedulers of torch and transformers: ``param_groups[0]["lr"]`` is the next step's learning rate (rank 0's)."""
         self._collectives = open_collectives(ranks.device, ranks.rank, ranks.world_size)
         self._planner = Planner(model, settings)
         self._machine: Machine | None = None
@@ -69,10 +72,12 @@ class Plan:
             NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved.
             PeerError: another rank died or failed; the plan can only be closed.
         """
-        machine, spec, interpreter, step = self._begin(batch, training=True)
+        machine, spec, interpreter, step, lr = self._begin(batch, training=True)
         self._current = spec
+        machine.adam.set_lr(lr, from_step=step.number)
         machine.run(interpreter, step)
-        return StepResult(step, self._optimizer.lr, machine.steps_before + step.number)
+        self.optimizer.step()
+        return StepResult(step, lr, machine.steps_before + step.number)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
@@ -80,7 +85,7 @@ class Plan:
         if self._machine is not None:
             self._machine.synchronize()  # a backward under way looks at the modules' mode
         with evaluating(self._model):
-            machine, _, interpreter, step = self._begin(batch, training=False)
+            machine, _, interpreter, step, _ = self._begin(batch, training=False)
             machine.run(interpreter, step)
             machine.synchronize()
         return step.global_loss()
@@ -102,14 +107,15 @@ class Plan:
             self._machine.synchronize()
         return measured_timeline(events, len(batches))
 
-    def _begin(self, batch: Mapping[str, Tensor], *, training: bool) -> tuple[Machine, Specialisation, Interpreter, Step]:
-        """Checks the batch, and agrees with the other ranks that there is a step, which one, and over how many tokens."""
+    def _begin(self, batch: Mapping[str, Tensor], *,
+               training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:
+        """Checks the batch; agrees with the other ranks that there is a step, which one, over how many tokens, and its rate."""
         self._require_open()
         if self._machine is None:
             self._start(batch)
         machine = self._machine
         assert machine is not None
-        problem, valid, signature = None, 0, 0
+        problem, valid, signature, lr = None, 0, 0, 0.0
         try:
             batch = check_batch(batch)
             spec = self._planner.find(batch) or self._specialise(batch)
@@ -117,15 +123,16 @@ class Plan:
             valid, signature = spec.trace.num_valid(batch), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
             machine.take_back_model()
+            lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        posted = machine.agree([int(problem is not None), valid, int(training), signature])
+        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr)])
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         total = sum(valid for _, valid, *_ in posted)
         step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
-        return machine, spec, interpreter, step
+        return machine, spec, interpreter, step, as_float(posted[0][4])
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
         graph = spec.graph if training else spec.forward_graph
@@ -169,7 +176,7 @@ class Plan:
     def _load_or_undo(self, found: Checkpoint) -> None:
         assert self._machine is not None
         try:
-            load(self._machine, found)
+            self.optimizer.restore(load(self._machine, found))
         except BaseException:  # the weights are no longer those that the user compiled with, nor the checkpoint's
             machine, self._machine, self._closed = self._machine, None, True
             machine.close()
@@ -208,13 +215,13 @@ class Plan:
         if self._machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
         self.synchronize()
-        return save(self._machine, Path(directory), extra, keep, FileLayer())
+        return save(self._machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
 
     def resume(self, directory: str | Path) -> Checkpoint:
         """Go on from the newest undamaged checkpoint under `directory` (or from `directory`, if it is one); says which.
 
-        Weights, moments and step counts come back bit for bit. Before the first batch, they are read when it comes. Generators
-        come back on ranks that the save had, too. All ranks call it.
+        Weights, moments, step counts and the learning rate come back, bit for bit; generators too, on ranks that the save had.
+        Before the first batch, all this happens when it comes. A scheduler's own state belongs into `extra`. All ranks call it.
         Raises CheckpointError, a ValueError: there is none, or it is of another model.
         """
         self._require_open()
@@ -223,7 +230,7 @@ class Plan:
             self._resume_from = found
         else:
             self.synchronize()
-            load(self._machine, found)
+            self.optimizer.restore(load(self._machine, found))
         return found
 
     # ---- the model ----
