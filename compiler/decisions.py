@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from slidedp.compiler.layergraph import Stage
+
 
 class Route(StrEnum):
     """Delivery of weights: every rank copies the whole layer, or 1/N each and an all-gather over the GPU links."""
@@ -32,8 +34,11 @@ class Reduction(StrEnum):
 
 
 class Activation(StrEnum):
-    """What a layer keeps between forward and backward. `recompute`: its inputs, and its forward runs again."""
+    """What a layer keeps in HBM between forward and backward: all that autograd saves (`retain`), or its inputs, and its
+    forward runs again (`recompute`).
+    """
 
+    RETAIN = "retain"
     RECOMPUTE = "recompute"
 
 
@@ -61,3 +66,7 @@ class Decisions:
 
     def of(self, group: str) -> GroupDecision:
         return self.groups[group]
+
+    def activation(self, layer: Stage) -> Activation:
+        """What `layer` keeps: as its own group says, or, if it has none, the first of those that it shares."""
+        return self.of(layer.groups[0]).act if layer.groups else Activation.RECOMPUTE

@@ -6,16 +6,20 @@
 - reduction: `gpu`: one sum returns, so the host moves and adds least;
 - source: `shadow`, a copy of the same bytes without a cast; `cast` when the host has no room for the shadow;
 - chunks of about 32 MiB, where a copy runs at full rate and a task's fixed cost is a few percent, at most 8 a group;
-- window: 4 weight slots, fewer when HBM has no room, never fewer than 2; 2 gradient slots.
+- window: 4 weight slots, fewer when HBM has no room, never fewer than 2; 2 gradient slots;
+- activations: the last layer retains its own, for only the loss lies between its forward and its backward; the others
+  recompute. So does the last when HBM has no room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
-from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import MemoryReport, estimate_memory
@@ -48,15 +52,17 @@ def default_decisions(
     host_budget = hw.host_bytes if host_budget is None else host_budget
     costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
 
-    def decide(source: Source, window: int) -> Decisions:
+    def decide(source: Source, window: int, last: Activation = Activation.RETAIN) -> Decisions:
         bare = apply_policy(Decisions({g.name: GroupDecision(source=source) for g in graph.groups}), policy, graph)
         groups = {g.name: rule(graph, g, bare.of(g.name).source, hw, costs, chunk_bytes) for g in graph.groups}
+        if (name := group_of_last_layer(graph)) is not None:
+            groups[name] = replace(groups[name], act=last)
         return apply_policy(Decisions(groups, window=window), policy, graph)
 
     fits = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
     source = Source.SHADOW if fits else Source.CAST
-    for window in WINDOWS:
-        decisions = decide(source, window)
+    for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE)):
+        decisions = decide(source, window, last)
         if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
             break
     check_budgets(graph, decisions, hbm_budget, host_budget)
@@ -75,6 +81,14 @@ def rule(
         delivery_chunks=chunks,
         return_chunks=num_chunks(group.num_trainable * graph.grad_itemsize, chunk_bytes),
     )
+
+
+def group_of_last_layer(graph: LayerGraph) -> str | None:
+    """The group whose decision is the last layer's alone."""
+    for name in graph.layers[-1].groups[:1]:
+        if len(graph.group(name).uses) == 1:
+            return name
+    return None
 
 
 def sharding_pays(

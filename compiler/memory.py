@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.layergraph import LayerGraph, cut_chunks
+from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.layergraph import LayerGraph, StageKind, cut_chunks
 from slidedp.compiler.units import format_bytes
 
 
@@ -80,8 +80,18 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "held gradients": sum(grad * g.num_trainable for g in held),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
         "boundary activations": sum(s.boundary_bytes for s in graph.stages),
-        "largest stage's activations": max((s.activation_bytes for s in graph.stages), default=0),
+        **_activations(graph, decisions),
     }
+
+
+def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
+    """Beside inputs: what layers retain, and what the largest stage adds when its backward runs, later ones being done."""
+    retained = most = 0
+    for s in graph.stages:
+        keeps = s.kind is StageKind.LAYER and decisions.activation(s) is Activation.RETAIN
+        most = max(most, retained + s.activation_bytes)
+        retained += s.activation_bytes * keeps
+    return {"retained activations": retained, "largest stage's activations": max(most - retained, 0)}
 
 
 def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:

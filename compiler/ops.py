@@ -20,7 +20,8 @@ Values and the places they live in:
 ``Q.<group>``           this rank's unreduced gradient in host memory (reduction route `cpu`)
 ``H.<group>``           reduced gradient in shared host memory, what the update reads
 ``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
-``act.<stage>``         what a recomputed forward keeps for its backward; ``const`` what the prologue made for all (masks, rotary)
+``act.<stage>``         what autograd saved for the stage's backward, kept by the forward or filled in by the recompute
+``const``               what the prologue made for all (masks, rotary)
 ``loss``                this rank's loss
 ======================  =========================================================================================
 

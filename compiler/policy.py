@@ -25,7 +25,7 @@ CHOICES: dict[str, type[StrEnum]] = {"delivery": Route, "source": Source, "reduc
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
 PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots")
-_LATER_VERSIONS = {"act": ("retain", "offload", "selective")}
+_LATER_VERSIONS = {"act": ("offload", "selective")}
 
 
 def apply_policy(

@@ -180,7 +180,8 @@ class Interpreter:
 
     def forward(self, op: Op) -> Task:
         weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
-        return lambda step: self.runner.forward(op.layer, weights)
+        retain = any(ref.value.startswith("act.") for ref in op.writes)
+        return lambda step: self.runner.forward(op.layer, weights, retain)
 
     def recompute(self, op: Op) -> Task:
         weights = self.machine.buffers.leaves(self.places(op.reads, "W."))

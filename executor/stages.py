@@ -1,8 +1,8 @@
 """The stage runner: one step of the user's model, stage by stage, with gradients equal to eager PyTorch's.
 
     prologue       runs with gradients, and its graph is kept until its backward (it is small: embedding, masks, rotary)
-    forward        a layer without gradients; what it was given stays in the environment
-    recompute      the layer again, with gradients, from the same inputs, generator state and buffers
+    forward        a layer, with gradients; its graph keeps what the plan says (saved.py): all it saved, or nothing
+    recompute      the layer again, from the same inputs, generator state and buffers, until all that its graph lacks is there
     backward       the layer's gradients: its parameters' into a flat gradient slot, its inputs' into the environment
     epilogue       forward and backward of norm, head and loss in one go
 
@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.executor.backend import Backend, RngState
 from slidedp.executor.binding import Binding, BufferStore
 from slidedp.executor.gradients import GradientSlots
+from slidedp.executor.saved import SavedTensors, enter
 
 if TYPE_CHECKING:
     from slidedp.compiler.tracer import StageProgram, Trace
@@ -39,11 +41,15 @@ Slots = Mapping[str, tuple[Tensor, bool]]
 
 @dataclass(slots=True)
 class _Graph:
-    """A stage between its forward with gradients and its backward. `leaves`: its differentiable inputs, by name."""
+    """A stage between its forward and its backward: edges of its differentiable inputs and outputs, by name, not the values.
 
-    leaves: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it.
+    """
+
+    inputs: Mapping[str, GradientEdge | Tensor]
+    outputs: dict[str, GradientEdge]
     weights: Weights
+    saved: SavedTensors | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +58,16 @@ class _Kept:
 
     rng: RngState | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """State that a forward may change, from before it: generators; buffers, their versions, and copies of them."""
+
+    rng: RngState
+    buffers: dict[str, Tensor]
+    versions: dict[str, int]
+    snapshot: dict[str, Tensor]
 
 
 class StageRunner:
@@ -64,6 +80,7 @@ class StageRunner:
     def __init__(self, trace: Trace, binding: Binding, backend: Backend) -> None:
         self.trace, self._binding, self._backend = trace, binding, backend
         self._programs: dict[str, StageProgram] = {p.name: p for p in trace.programs}
+        self._labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
         self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
@@ -116,12 +133,12 @@ class StageRunner:
         with torch.set_grad_enabled(self._training):
             outputs = self._call(program, [self._env[name] for name in program.inputs])
         if self._training:
-            named = dict(zip(program.outputs, outputs, strict=True))
-            self._graphs[program.name] = _Graph({}, {n: named[n] for n in program.grad_outputs}, weights)
+            self._graphs[program.name] = _Graph({}, _edges(program, outputs), weights)
         self._store(program, outputs)
         self._release_inputs(program)
 
-    def forward(self, stage: str, weights: Weights) -> None:
+    def forward(self, stage: str, weights: Weights, retain: bool = False) -> None:
+        """`retain`: what autograd saves is kept, and there is no recompute; else nothing is until :meth:`recompute`."""
         program = self._programs[stage]
         self._bind(weights)
         args = [self._env[name] for name in program.inputs]
@@ -130,32 +147,33 @@ class StageRunner:
                 self._store(program, self._call(program, args))
             self._release_inputs(program)
             return
-        buffers = self._buffers()
-        before = {name: buffers.get(name) for name in program.buffers}
-        versions = {name: b._version for name, b in before.items()}
-        snapshot = {name: b.clone() for name, b in before.items()}
-        rng = self._backend.rng_state()
-        with torch.no_grad():
-            outputs = self._call(program, args)
-        kept = self._kept[stage] = _Kept()
-        if not rng.same(self._backend.rng_state()):
-            kept.rng, self._drew = rng, True
-        if before:
-            changed = self._changed_buffers(program, buffers, before, versions, snapshot)
-            kept.buffers = {name: snapshot[name] for name in changed}
+        before = None if retain else self._before(program)
+        saved = SavedTensors(self._labels[stage], keep=retain)
+        saved.bind_weights(weights)
+        if not retain:
+            saved.bind_inputs({name: self._env[name] for name in program.inputs})
+        with torch.enable_grad(), saved.recording():
+            entered = enter({name: self._env[name] for name in program.grad_inputs})
+            outputs = self._call(program, [entered.get(name, self._env[name]) for name in program.inputs])
+        inputs = {name: get_gradient_edge(value) for name, value in entered.items()}
+        self._graphs[stage] = _Graph(inputs, _edges(program, outputs), weights, saved)
         self._store(program, outputs)
+        if before is None:
+            self._release_inputs(program)
+        else:
+            self._kept[stage] = self._changed_since(before, program)
 
     def recompute(self, stage: str, weights: Weights) -> None:
         """Nothing when this rank's batch bears no loss: no gradient depends on it."""
         program = self._programs[stage]
-        kept = self._kept.pop(stage)
-        if self._has_tokens:
+        kept, graph = self._kept.pop(stage), self._graphs.get(stage)
+        if graph is not None and graph.saved is not None:
             self._bind(weights)
-            args, leaves = self._with_leaves(program)
+            graph.saved.bind_weights(weights)
+            graph.saved.bind_inputs({name: self._env[name] for name in program.inputs})
             with self._modes_of_the_step(), _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
-                outputs = self._call(program, args)
-            named = dict(zip(program.outputs, outputs, strict=True))
-            self._graphs[stage] = _Graph(leaves, {n: named[n] for n in program.grad_outputs}, weights)
+                given = self._env | enter({name: self._env[name] for name in program.grad_inputs})
+                graph.saved.refill(lambda: self._call(program, [given[name] for name in program.inputs]))
         self._release_inputs(program)
 
     def backward(self, stage: str, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
@@ -168,16 +186,15 @@ class StageRunner:
         if stage in self._kept:
             self.recompute(stage, weights)
         graph = self._graphs.pop(stage, None)
-        outputs, seeds = [], []
-        if graph is not None and has_tokens:
-            for name, value in graph.outputs.items():
-                grad = self._grads.pop(name, None)
-                if grad is not None and value.requires_grad:
-                    outputs.append(value)
-                    seeds.append(grad)
-        if graph is None or not outputs:
+        grads = {name: self._grads.pop(name) for name in self._programs[stage].grad_outputs if name in self._grads}
+        if graph is None or not has_tokens:
             return self._slots.write_none(slots)
-        return self._differentiate(graph, outputs, seeds, slots)
+        if graph.saved is not None:
+            graph.saved.bind_weights(weights)
+        outputs = [name for name in graph.outputs if name in grads]
+        if not outputs:
+            return self._slots.write_none(slots)
+        return self._differentiate(graph, [graph.outputs[n] for n in outputs], [grads.pop(n) for n in outputs], slots)
 
     def prologue_backward(self, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
         return self.backward(self._first, weights, slots, has_tokens)
@@ -217,15 +234,17 @@ class StageRunner:
 
     # ---- gradients ----
 
-    def _differentiate(self, graph: _Graph, outputs: list[Tensor], seeds: list[Tensor], slots: Slots) -> dict[str, bool]:
-        for name, leaf in graph.leaves.items():
+    def _differentiate(
+        self, graph: _Graph, outputs: list[GradientEdge | Tensor], seeds: list[Tensor], slots: Slots
+    ) -> dict[str, bool]:
+        for name, value in graph.inputs.items():
             if name in self._grads:  # from later stages: the engine adds this stage's contributions on top, one by one
-                outputs.append(leaf)
+                outputs.append(value)
                 seeds.append(self._grads[name])
         params = {group: [w for w in graph.weights[group] if w.requires_grad] for group in slots}
-        sources = [*graph.leaves.values(), *(w for ws in params.values() for w in ws)]
+        sources = [*graph.inputs.values(), *(w for ws in params.values() for w in ws)]
         found = iter(torch.autograd.grad(outputs, sources, seeds, allow_unused=True) if sources else ())
-        for name, grad in zip(graph.leaves, found, strict=False):
+        for name, grad in zip(graph.inputs, found, strict=False):
             if grad is not None:
                 self._grads[name] = grad
         present: dict[str, bool] = {}
@@ -267,25 +286,43 @@ class StageRunner:
         assert self._binding.buffers is not None
         return self._binding.buffers
 
-    def _changed_buffers(
-        self,
-        program: StageProgram,
-        store: BufferStore,
-        before: Mapping[str, Tensor],
-        versions: Mapping[str, int],
-        snapshot: Mapping[str, Tensor],
-    ) -> set[str]:
+    def _before(self, program: StageProgram) -> _Before:
+        store = self._buffers()
+        buffers = {name: store.get(name) for name in program.buffers}
+        return _Before(
+            self._backend.rng_state(),
+            buffers,
+            {name: buffer._version for name, buffer in buffers.items()},
+            {name: buffer.clone() for name, buffer in buffers.items()},
+        )
+
+    def _changed_since(self, before: _Before, program: StageProgram) -> _Kept:
+        kept = _Kept()
+        if not before.rng.same(self._backend.rng_state()):
+            kept.rng, self._drew = before.rng, True
+        if before.buffers:
+            kept.buffers = {name: before.snapshot[name] for name in self._changed_buffers(program, before)}
+        return kept
+
+    def _changed_buffers(self, program: StageProgram, before: _Before) -> set[str]:
         """Buffers that the forward has written to or replaced.
 
         Version counters miss the running statistics of `torch.batch_norm`. Hence its modules are known by class, and for
         anybody else's the values are compared the first time (which on a GPU waits for it).
         """
-        changed = {name for name, old in before.items() if store.get(name) is not old or old._version != versions[name]}
-        changed |= {name for name in before if _tracks_statistics(store.owner(name))}
+        store, snapshot = self._buffers(), before.snapshot
+        changed = {n for n, old in before.buffers.items() if store.get(n) is not old or old._version != before.versions[n]}
+        changed |= {name for name in before.buffers if _tracks_statistics(store.owner(name))}
         key = (program.name, self._binding.model.training)
         if key not in self._written_buffers:
-            self._written_buffers[key] = {n for n in before if n not in changed and not _same(snapshot[n], store.get(n))}
+            others = before.buffers.keys() - changed
+            self._written_buffers[key] = {n for n in others if not _same(snapshot[n], store.get(n))}
         return changed | self._written_buffers[key]
+
+
+def _edges(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
+    named = dict(zip(program.outputs, outputs, strict=True))
+    return {name: get_gradient_edge(named[name]) for name in program.grad_outputs if named[name].requires_grad}
 
 
 class _AsBefore:

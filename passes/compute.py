@@ -1,4 +1,5 @@
-"""Lowers stages to compute ops: forward in order, the loss, then each layer's recompute and backward in reverse.
+"""Lowers stages to compute ops: forward in order, the loss, then each layer's backward in reverse, after its recompute if
+it has kept nothing.
 
 The result has no transfers yet: weights (`W`) and gradients (`G`) are named but come from and go to nowhere.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import Group, Stage, StageKind
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream
 from slidedp.passes.base import Pass, weights
@@ -25,12 +27,17 @@ class Compute(Pass):
         ops.append(self.epilogue())
         if self.training:
             for stage in reversed(self.layers.layers):
-                ops += [self.recompute(stage), self.backward(stage)]
+                ops += [] if self.retains(stage) else [self.recompute(stage)]
+                ops.append(self.backward(stage))
             prologue = self.layers.stages[0]
             if any(g.trainable for g in self.groups(prologue)):
                 ops.append(self.prologue_backward(prologue))
         groups = tuple(replace(g, params=()) for g in self.layers.groups)  # the ops need sizes; names stay in the LayerGraph
         return graph.with_(ops=self.number_gradients(ops), groups=groups, world_size=self.layers.world_size)
+
+    def retains(self, stage: Stage) -> bool:
+        kind, act = stage.kind, self.decisions.activation(stage)
+        return self.training and kind is StageKind.LAYER and act is Activation.RETAIN
 
     def groups(self, stage: Stage) -> list[Group]:
         return [self.layers.group(name) for name in stage.groups]
@@ -51,6 +58,7 @@ class Compute(Pass):
         else:
             reads = (Ref(f"h.{stage.name}"), Ref("const"))
             name, kind = f"fwd.{stage.name}", OpKind.FORWARD
+            out += (Ref(f"act.{stage.name}"),) * self.retains(stage)
         return Op(name, kind, Stream.GPU, stage.name, None, reads + self.weight_refs(stage, "fwd"), out,
                   bytes=after.boundary_bytes, flops=stage.flops)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import tiny_models
@@ -22,8 +22,15 @@ LossFn = Callable[..., Any]
 class Bench:
     """Steps of a traced model in graph order, by hand: weights in slots of their own, all layers' gradients in one slot."""
 
-    def __init__(self, model: nn.Module, batch: Batch, loss_fn: LossFn | None = None, dtype: torch.dtype = torch.float32) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        loss_fn: LossFn | None = None,
+        dtype: torch.dtype = torch.float32,
+        retain: Container[str] = (),
+    ) -> None:
+        self.model, self.retain = model, retain
         self.trace: Trace = trace(model, batch, loss_fn=loss_fn, compute_dtype=dtype)
         self.graph = self.trace.graph
         self.binding = Binding(model, self.graph.groups)
@@ -66,17 +73,25 @@ class Bench:
                     self.grads[p.name] = flat[p.offset : p.offset + p.numel].view(p.shape).clone()
 
     def step(self, batch: Batch, seed: float = 1.0, has_tokens: bool = True) -> Tensor:
-        first, *layers, last = [s.name for s in self.graph.stages]
+        self.up_to_loss(batch)
+        return self.back_from_loss(seed, has_tokens)
+
+    def up_to_loss(self, batch: Batch) -> None:
+        first, *layers, _ = [s.name for s in self.graph.stages]
         self.grads, self.present, self.written = {}, {}, set()
         self.runner.start(batch)
         self.runner.prologue(self.of(first))
         for name in layers:
-            self.runner.forward(name, self.of(name))
+            self.runner.forward(name, self.of(name), name in self.retain)
+
+    def back_from_loss(self, seed: float = 1.0, has_tokens: bool = True) -> Tensor:
+        first, *layers, last = [s.name for s in self.graph.stages]
         slots = self.slots(last)
         loss, present = self.runner.epilogue(self.of(last), slots, seed, has_tokens)
         self.collect(slots, present)
         for name in reversed(layers):
-            self.runner.recompute(name, self.of(name))
+            if name not in self.retain:
+                self.runner.recompute(name, self.of(name))
             slots = self.slots(name)
             self.collect(slots, self.runner.backward(name, self.of(name), slots, has_tokens))
         slots = self.slots(first)
@@ -93,11 +108,15 @@ class Bench:
 
 
 def compare(
-    make: Callable[[], nn.Module], batches: list[Batch], loss_fn: LossFn | None = None, dtype: torch.dtype = torch.float32
+    make: Callable[[], nn.Module],
+    batches: list[Batch],
+    loss_fn: LossFn | None = None,
+    dtype: torch.dtype = torch.float32,
+    retain: Container[str] = (),
 ) -> Bench:
     """Steps without updates: loss, gradients, presence, buffers and the generator's state equal eager's."""
     eager, ours = make().to(dtype), make()
-    bench = Bench(ours, batches[0], loss_fn, dtype)
+    bench = Bench(ours, batches[0], loss_fn, dtype, retain)
     for i, batch in enumerate(batches):
         torch.manual_seed(100 + i)
         want_loss, want = tiny_models.loss_and_grads(eager, batch, loss_fn)

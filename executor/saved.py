@@ -1,0 +1,217 @@
+"""What autograd saves in a layer's forward, and what becomes of it until the backward.
+
+A layer's forward runs with gradients, and its graph is kept for its backward. Of what the graph saves, nothing is held that
+the plan does not pay for:
+
+    a weight, or an input of the stage     a reference (:class:`_Located`): where it lies in memory that has a name. It is
+                                           bound at backward time, so a weight's slot can be refilled in between
+    anything else                          a holder, by the order in which they are saved. It keeps the tensor (`retain`), or
+                                           is empty until the layer is run again: the rerun saves the same tensors in the
+                                           same order, and ends early, with the last one that an empty holder waits for
+
+Source: `torch.utils.checkpoint` without reentrant autograd, whose hooks these resemble. Differences: when a layer is run
+again is the graph's decision and not that of the first unpack, and weights and inputs are known by their storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class _Stop(BaseException):
+    """Ends a rerun from within: all that is needed has been saved. Not an Exception: a layer may catch those."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Holder:
+    """One saved tensor. `version`: of its memory when it was put in."""
+
+    index: int
+    value: Tensor | None = None
+    version: int = 0
+
+    def put(self, t: Tensor) -> None:
+        self.value = t.detach()  # its graph would lead back here: a cycle
+        self.version = t._version
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A tensor over memory that is known by name. `offset`: elements from the start of the storage."""
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, t: Tensor) -> _Located:
+        return cls(name, t.dtype, t.storage_offset(), t.size(), t.stride())
+
+    def over(self, memory: Tensor) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+
+
+_Signature = tuple[str, torch.Size, torch.dtype]
+"""What a rerun must repeat of each save: the name of its memory ('' for a holder), shape and dtype."""
+
+
+class SavedTensors:
+    """The tensors that one forward of one stage saves for its backward.
+
+    Args:
+        label: names the stage in errors.
+        keep: holders keep what they are given (`retain`); else they are empty until :meth:`refill`.
+    """
+
+    def __init__(self, label: str, keep: bool) -> None:
+        self._label, self._keep = label, keep
+        self._memory: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._signatures: list[_Signature] = []
+        self._holders: list[ReferenceType[_Holder] | None] = []
+        self._next = self._last = -1
+
+    def bind_weights(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
+        """Where the weights (by group) are from now on, for the run that follows and for the backward."""
+        self._bind({f"weights of {group}": leaves[0] for group, leaves in weights.items() if leaves})
+
+    def bind_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Where the inputs (by name) are. Those that are not bound are saved like anything else."""
+        self._bind(inputs)
+
+    def _bind(self, memory: Mapping[str, Tensor]) -> None:
+        self._memory |= memory
+        self._names = {storage_of(t): name for name, t in self._memory.items()}
+
+    def recording(self) -> saved_tensors_hooks:
+        """Context of the forward."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def refill(self, run: Callable[[], object]) -> None:
+        """Fills the empty holders that the graph still has: `run` is the forward again. It is left as soon as they are full.
+
+        Raises RuntimeError, naming the stage, when it does not save what the forward saved.
+        """
+        empty = [h.index for h in self.holders() if h.value is None]
+        if not empty:
+            return
+        self._next, self._last = 0, empty[-1]
+        try:
+            with saved_tensors_hooks(self._repack, _same):
+                run()
+        except _Stop:
+            return
+        raise RuntimeError(
+            f"{self._label} saved {len(self._signatures)} tensors in its forward, but {self._next} when it was run again for "
+            f"its backward; {_REMEDY}"
+        )
+
+    def holders(self) -> list[_Holder]:
+        """Those that the graph still has, in the order of saving. A part of the graph that nothing needs is gone at once."""
+        found = (reference() for reference in self._holders if reference is not None)
+        return [holder for holder in found if holder is not None]
+
+    def kept(self) -> list[Tensor]:
+        """What holders keep alive now."""
+        return [holder.value for holder in self.holders() if holder.value is not None]
+
+    # ---- hooks; the order of calls is the order of saving, in both runs ----
+
+    def _signature(self, t: Tensor) -> _Signature:
+        return self._names.get(storage_of(t), ""), t.shape, t.dtype
+
+    def _pack(self, t: Tensor) -> _Holder | _Located:
+        signature = self._signature(t)
+        self._signatures.append(signature)
+        if name := signature[0]:
+            self._holders.append(None)
+            return _Located.of(name, t)
+        holder = _Holder(len(self._holders))
+        if self._keep:
+            holder.put(t)
+        self._holders.append(ref(holder))
+        return holder
+
+    def _repack(self, t: Tensor) -> Tensor:
+        index = self._next
+        self._next += 1
+        if index >= len(self._signatures) or self._signature(t) != self._signatures[index]:
+            before = _describe(self._signatures[index]) if index < len(self._signatures) else "nothing more"
+            raise RuntimeError(
+                f"{self._label} saved {before} in its forward, but {_describe(self._signature(t))} in its place (number {index}) "
+                f"when it was run again for its backward; {_REMEDY}"
+            )
+        reference = self._holders[index]
+        holder = None if reference is None else reference()
+        if holder is not None and holder.value is None:
+            holder.put(t)
+        if index == self._last:
+            raise _Stop
+        return t.detach()
+
+    def _unpack(self, packed: _Holder | _Located) -> Tensor:
+        if isinstance(packed, _Located):
+            return packed.over(self._memory[packed.name])
+        value = packed.value
+        assert value is not None, f"{self._label} has not been run again before its backward"
+        if value._version != packed.version:  # autograd's own check does not see behind hooks
+            raise RuntimeError(
+                f"{self._label}: a tensor that its backward needs ({_describe(('', value.shape, value.dtype))}) has been "
+                f"modified by an in-place operation: it is at version {value._version}, {packed.version} was saved"
+            )
+        return value
+
+
+_REMEDY = (
+    "between its forward and its backward, a layer that is recomputed must do the same again: let it depend on nothing but its "
+    "inputs, parameters, buffers and torch's default generators, or keep its activations (act: retain)"
+)
+
+
+def enter(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values, each the start of a graph of its own: differentiable, like any layer's input, and no leaf.
+
+    A leaf would be held by its graph, so that its memory could not be freed or moved before the backward.
+    """
+    return {name: _Entry.apply(torch.empty(0, requires_grad=True), value) for name, value in values.items()}  # type: ignore[no-untyped-call]
+
+
+class _Entry(torch.autograd.Function):
+    """Its gradient is asked for by edge, so its backward never runs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing lies before a stage's inputs")
+
+
+def storage_of(t: Tensor) -> int:
+    """Identifies the memory behind `t`, shared by its views, as long as one of them lives."""
+    return int(t.untyped_storage()._cdata)
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each once."""
+    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _describe(signature: _Signature) -> str:
+    name, shape, dtype = signature
+    return f"{name or 'a tensor'} of shape {tuple(shape)} and {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,206 @@
+"""What a layer's graph keeps between forward and backward, by its own hand: gradients stay eager's, memory is what was chosen."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Container, Iterator
+
+import pytest
+import tiny_models
+import torch
+from stage_bench import AWKWARD, Bench, compare, made
+from torch import Tensor, nn
+
+from slidedp.executor.saved import SavedTensors, enter, num_bytes, storage_of
+
+pytestmark = pytest.mark.cpu
+
+DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
+    "qwen3": {"attention_dropout": 0.2},
+    "gemma2": {"attention_dropout": 0.2},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The models are tiny: a second thread would only spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def some(seed: int | str, names: list[str]) -> set[str]:
+    draw = random.Random(seed)
+    return {name for name in names if draw.random() < 0.5}
+
+
+LAYERS = [f"L{i:02d}" for i in range(5)]
+
+
+@pytest.mark.parametrize("name", tiny_models.FAMILIES)
+def test_any_layers_retained_give_eagers_gradients(name: str) -> None:
+    batches = [tiny_models.lm_batch("padded", 1), tiny_models.lm_batch("padded", 1)]
+    for retain in (set(LAYERS), some(name, LAYERS)):
+        compare(lambda: tiny_models.family(name, **DROPOUT.get(name, {})), batches, retain=retain)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_awkward_models(name: str) -> None:
+    for retain in (set(LAYERS), some(name, LAYERS)):
+        compare(made(AWKWARD[name]), [tiny_models.mlp_batch()] * 3, tiny_models.classification_loss, retain=retain)
+
+
+def forward(bench: Bench, batch: dict[str, Tensor]) -> list[str]:
+    """Up to the last layer's forward; the layers' names."""
+    bench.up_to_loss(batch)
+    return [s.name for s in bench.graph.layers]
+
+
+def alive() -> dict[int, int]:
+    """Bytes of every tensor's storage that this process holds, by storage."""
+    gc.collect()
+    return {storage_of(o): o.untyped_storage().nbytes() for o in gc.get_objects() if type(o) is Tensor}
+
+
+def test_a_recomputed_layer_keeps_its_inputs_and_nothing_else() -> None:
+    model, batch = tiny_models.family("qwen3"), tiny_models.lm_batch("padded")
+    bench = Bench(model, batch)
+    before = alive().keys()
+    layers = forward(bench, batch)
+    expected = {storage_of(t) for t in bench.runner._env.values()}
+    expected |= {storage_of(t) for t in bench.runner._kept[layers[0]].buffers.values()}
+    new = {key: size for key, size in alive().items() if key not in before and key not in expected}
+    assert sum(new.values()) < 64, new  # wrapped numbers
+    assert all(not bench.runner._graphs[name].saved.kept() for name in layers)
+    kept = bench.runner._graphs[layers[-1]].saved
+    bench.runner.epilogue(bench.of("epilogue"), bench.slots("epilogue"))
+    bench.runner.recompute(layers[-1], bench.of(layers[-1]))
+    assert num_bytes(kept.kept()) > 0
+    bench.runner.backward(layers[-1], bench.of(layers[-1]), bench.slots(layers[-1]))
+    assert not kept.kept()
+
+
+class Counting(nn.Module):
+    """How often each of its matmuls has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.calls: list[str] = []
+        self.up.register_forward_hook(lambda *a: self.calls.append("up"))
+        self.down.register_forward_hook(lambda *a: self.calls.append("down"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_the_last_matmul_of_a_layer_is_not_computed_again() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(Counting() for _ in range(3)), nn.Linear(12, 10))
+
+    bench = Bench(make(), tiny_models.mlp_batch(), tiny_models.classification_loss, retain={"L02"})
+    for layer in bench.model[:3]:
+        layer.calls.clear()
+    bench.step(tiny_models.mlp_batch())
+    assert [layer.calls for layer in bench.model[:3]] == [["up", "down", "up"], ["up", "down", "up"], ["up", "down"]]
+
+
+@pytest.mark.parametrize("retain", [(), LAYERS], ids=["recompute", "retain"])
+def test_weights_are_bound_when_the_backward_runs(retain: Container[str]) -> None:
+    """The forward's slots hold something else by then."""
+    batch = tiny_models.lm_batch()
+    bench = Bench(tiny_models.family("gpt2"), batch, retain=retain)
+    bench.step(batch)
+    want = {name: grad.clone() for name, grad in bench.grads.items()}
+    layers = forward(bench, batch)
+    for name in layers:
+        old = whole(bench.weights[name][0])
+        bench.weights[name] = bench.binding.leaves(old.clone(), name)
+        old.fill_(float("nan"))
+    bench.back_from_loss()
+    assert all(torch.equal(bench.grads[name], grad) for name, grad in want.items())
+
+
+def whole(leaf: Tensor) -> Tensor:
+    """The flat slot that a parameter is part of."""
+    return torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage())
+
+
+class Forgetful(nn.Module):
+    """Does something else when it runs again: leaves a function out, or saves a slice."""
+
+    def __init__(self, habit: str = "") -> None:
+        super().__init__()
+        self.linear, self.habit, self.num_calls = nn.Linear(12, 12), habit, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        h = self.linear(x)
+        if self.num_calls > 1 and self.habit == "fewer":
+            return h
+        if self.num_calls > 1 and self.habit == "other":
+            h = h[:3]
+        return x + torch.tanh(h).sum()
+
+
+@pytest.mark.parametrize(("habit", "message"), [
+    ("fewer", r"layer L01 \(Forgetful\) saved 3 tensors in its forward, but 2 when it was run again"),
+    ("other", r"layer L01 \(Forgetful\) saved a tensor of shape \(6, 12\) and float32 .*, but a tensor of shape \(3, 12\)"),
+])
+def test_a_layer_that_saves_otherwise_when_run_again_is_named(habit: str, message: str) -> None:
+    model = nn.Sequential(Forgetful(), Forgetful(habit), Forgetful(), nn.Linear(12, 10))
+    bench = Bench(model, tiny_models.mlp_batch(), tiny_models.classification_loss)
+    model[1].num_calls = 0
+    with pytest.raises(RuntimeError, match=message):
+        bench.step(tiny_models.mlp_batch())
+
+
+class SavesThroughContext(torch.autograd.Function):
+    """As fused kernels do: inputs, a result and numbers, and a backward that writes into what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = x * w
+        ctx.save_for_backward(x, w, y)
+        ctx.scale = 2.0
+        return y * ctx.scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, y = ctx.saved_tensors
+        assert torch.equal(y, x * w)
+        y.mul_(0)
+        return grad * ctx.scale * w, (grad * ctx.scale * x).sum(0)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.rand(12) + 0.5), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.is_grad_enabled() or not self.training
+        return SavesThroughContext.apply(self.linear(x), self.scale)
+
+
+def test_functions_that_save_through_their_context() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Fused() for _ in range(3)), nn.Linear(12, 10))
+
+    for retain in (set(), set(LAYERS), {"L01"}):
+        compare(make, [tiny_models.mlp_batch()] * 2, tiny_models.classification_loss, retain=retain)
+
+
+def test_a_saved_tensor_that_is_overwritten_is_noticed() -> None:
+    saved = SavedTensors("layer L07 (Block)", keep=True)
+    with saved.recording():
+        x = enter({"x": torch.randn(4)})["x"]
+        y = torch.sigmoid(x)
+        out = (y * y).sum()
+    y.detach().mul_(2)
+    with pytest.raises(RuntimeError, match=r"layer L07 \(Block\): a tensor that its backward needs .* version 1, 0 was saved"):
+        out.backward()
