@@ -43,13 +43,19 @@ class CostModel(Protocol):
 class AnalyticCostModel:
     """Durations from a profile's rates, all ranks active at once and in step.
 
-    Deliveries for the backward and gradient returns run at the same time, so both get the `duplex` rate; deliveries for
-    the forward get the one-direction rate of all GPUs. Host work of all ranks shares the host's rates: N ranks, each
-    with its 1/N, take as long as one rank with all. Contention beyond that is the simulator's later business.
+    Host work of all ranks shares the host's rates: N ranks, each with its 1/N, take as long as one rank with all. As for
+    what else an op shares, there are two answers:
+
+    - by default a guess of what usually runs beside it, for whoever simulates no contention: deliveries for the backward
+      and gradient returns run at the same time, so both get the `duplex` rate; deliveries for the forward get the
+      one-direction rate of all GPUs;
+    - `alone`: nothing; one rank's links and casts at the rates of one. For a simulation with contention
+      (:mod:`slidedp.compiler.contention`), where the profile's rates for all at once are capacities.
     """
 
     world_size: int = 1
     compute_dtype: str = "bfloat16"
+    alone: bool = False
 
     def bytes(self, op: Op, hw: HardwareProfile) -> int:
         return op.bytes
@@ -62,9 +68,9 @@ class AnalyticCostModel:
             case OpKind.H2D | OpKind.ACT_RELOAD:
                 return hw.link_latency_us + _us(op.bytes, self.h2d_gbps(op, hw))
             case OpKind.D2H | OpKind.ACT_OFFLOAD:
-                return hw.link_latency_us + _us(op.bytes, hw.d2h_gbps if self.alone(hw) else hw.duplex_gbps)
+                return hw.link_latency_us + _us(op.bytes, hw.d2h_gbps if self.single(hw) else hw.duplex_gbps)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
-                return hw.collective_latency_us + _us(op.bytes, hw.gpu_link_gbps or hw.duplex_gbps)
+                return hw.collective_latency_us + _us(op.bytes, hw.gpu_link_gbps or self.staged_gbps(hw))
             case OpKind.BARRIER | OpKind.GRAD_NORM:
                 return hw.collective_latency_us
             case OpKind.HOST_CAST:
@@ -77,12 +83,16 @@ class AnalyticCostModel:
             case OpKind.FORWARD | OpKind.RECOMPUTE | OpKind.BACKWARD | OpKind.PROLOGUE | OpKind.EPILOGUE | OpKind.GPU_UPDATE:
                 return hw.gpu_launch_us + max(op.flops / hw.tflops(self.compute_dtype) / 1e6, _us(op.bytes, hw.hbm_gbps))
 
-    def alone(self, hw: HardwareProfile) -> bool:
-        """One rank of a machine with several GPUs: the others are idle, and no figure but the single one applies."""
-        return self.world_size == 1 and hw.num_gpus > 1
+    def single(self, hw: HardwareProfile) -> bool:
+        """No figure but that of one copy applies: asked for, or one rank of a machine whose other GPUs are idle."""
+        return self.alone or (self.world_size == 1 and hw.num_gpus > 1)
+
+    def staged_gbps(self, hw: HardwareProfile) -> float:
+        """Of a collective without a link between the GPUs, which crosses the host links both ways, and host memory twice."""
+        return min(hw.h2d_gbps, hw.d2h_gbps, hw.host_dram_gbps / 2) if self.alone else hw.duplex_gbps
 
     def h2d_gbps(self, op: Op, hw: HardwareProfile) -> float:
-        if self.alone(hw):
+        if self.single(hw):
             return hw.h2d_gbps
         for_backward = any(ref.value.startswith("W.bwd.") for ref in op.writes)
         return hw.duplex_gbps if for_backward or op.kind is OpKind.ACT_RELOAD else hw.h2d_all_gbps
@@ -90,7 +100,7 @@ class AnalyticCostModel:
     def cast_us(self, op: Op, hw: HardwareProfile) -> float:
         """A cast reads FP32 and writes the compute dtype; the profile's rates count BF16 bytes written."""
         bf16_bytes = 2 * op.bytes / (4 + ITEMSIZE[self.compute_dtype])
-        return _us(bf16_bytes, min(hw.cast_gbps, hw.cast_total_gbps / self.world_size))
+        return _us(bf16_bytes, hw.cast_gbps if self.alone else min(hw.cast_gbps, hw.cast_total_gbps / self.world_size))
 
 
 @dataclass(frozen=True)

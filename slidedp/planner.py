@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slidedp.compiler.contention import Contention
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import check_budgets, default_decisions
@@ -48,7 +49,8 @@ class Settings:
 
     @property
     def analytic(self) -> AnalyticCostModel:
-        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype])
+        """Of ops alone: what they take from one another is simulated."""
+        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype], alone=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +76,14 @@ class Specialisation:
 
     @cached_property
     def costs(self) -> ResolvedCosts:
-        """Of every op, from the user's cost model where it speaks, else analytic."""
+        """Of every op alone, from the user's cost model where it speaks, else analytic."""
         return resolve(self.graph.ops, self.settings.hw, self.settings.analytic, self.settings.cost_model)
 
     @cached_property
     def timeline(self) -> Timeline:
-        return simulate(self.graph, self.costs.duration_us)
+        """Of a training step, ops that run at once sharing what the machine has."""
+        contention = Contention(self.settings.hw, self.layers.world_size, self.costs.num_bytes)
+        return simulate(self.graph, self.costs.duration_us, contention=contention)
 
     def signature(self, *, training: bool) -> int:
         """Of the ops in order: ranks whose signatures differ would issue different collectives."""

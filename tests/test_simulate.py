@@ -49,6 +49,53 @@ def test_version_edge_closes_the_cycle() -> None:
     assert line.step_us == 20
     assert line.exposed_us == 12
     assert line.critical == ("copy", "run", "update")
+    assert line.exposed_by == {OpKind.CPU_UPDATE: 7, OpKind.H2D: 5}
+    assert [(leg.kind, leg.us) for leg in line.cycle] == [(OpKind.H2D, 5), (OpKind.FORWARD, 8), (OpKind.CPU_UPDATE, 7)]
+    assert (line.cycle_steps, line.gpu_bound, line.binds, line.steady) == (1, False, OpKind.FORWARD, True)
+
+
+def test_the_cycle_may_take_several_steps() -> None:
+    """What an update makes is needed two steps later: copy, run and update come around every second step."""
+    edges = [("copy", "run", 0), ("run", "update", 0), ("update", "copy", 2)]
+    line = simulate(graph([("copy", "h2d", 1), ("run", "gpu", 6), ("update", "cpu", 8)], edges), us)
+    assert line.step_us == 8  # the update's own stream takes longer than (1 + 6 + 8) / 2
+    assert [(leg.kind, leg.us) for leg in line.cycle] == [(OpKind.CPU_UPDATE, 8)]
+    line = simulate(graph([("copy", "h2d", 10), ("run", "gpu", 6), ("update", "cpu", 5)], edges), us, 24)
+    assert line.step_us == 11
+    assert sum(leg.us for leg in line.cycle) == line.cycle_steps * (10 + 6 + 5) / 2
+    assert {leg.kind for leg in line.cycle} == {OpKind.H2D, OpKind.FORWARD, OpKind.CPU_UPDATE}
+    assert f"over {line.cycle_steps} steps" in str(line)
+
+
+def test_waits_are_shared_out_along_the_chain_of_causes() -> None:
+    """`run1` waits 9 from the end of `run0`: for the last 4 of the update, the 3 of the copy and the 2 of the gather."""
+    ops = [("run0", "gpu", 5), ("copy", "h2d", 3), ("gather", "comm", 2), ("run1", "gpu", 5), ("update", "cpu", 4)]
+    edges = [("run0", "update", 0), ("update", "copy", 0), ("copy", "gather", 0), ("gather", "run1", 0)]
+    line = simulate(graph(ops, edges), us)
+    assert line.step_us == 19
+    assert line.exposed_by == {OpKind.CPU_UPDATE: 4, OpKind.H2D: 3, OpKind.ALL_GATHER: 2}
+    assert sum(line.exposed_by.values()) == line.exposed_us
+    assert "the GPU waits for cpu_update 0.00 ms, h2d 0.00 ms" in str(line)
+    assert "host-bound" not in str(line)
+
+
+def test_more_steps_until_the_period_is_steady() -> None:
+    """Periods of 10 and 11 alternate: six steps measure three of them, twenty-four twelve."""
+    alternating = graph([("copy", "h2d", 10), ("run", "gpu", 6), ("update", "cpu", 5)],
+                        [("copy", "run", 0), ("run", "update", 0), ("update", "copy", 2)])
+    assert not simulate(alternating, us, 6).steady
+    assert "had not settled" in str(simulate(alternating, us, 6))
+    assert simulate(alternating, us) == simulate(alternating, us, 24)
+    assert simulate(alternating, us).steady
+
+
+def test_a_wait_over_many_steps_is_seen() -> None:
+    """Nobody waits in the first six steps; from then on seven ops of 10 take turns six steps apart."""
+    streams = list(KIND)
+    ops = [(f"o{i}", stream.value, 10) for i, stream in enumerate(streams)]
+    edges = [(f"o{i}", f"o{i + 1}", 0) for i in range(6)] + [("o6", "o0", 6)]
+    assert simulate(graph(ops, edges), us).step_us == 12  # 70 / 6
+    assert simulate(graph(ops, edges), us, 6).step_us == 10
 
 
 def test_reuse_edge_delays_the_refill() -> None:
@@ -129,4 +176,8 @@ def test_a_real_plan(batch: int) -> None:
     assert line.bottleneck is (Stream.CPU if batch == 4 else Stream.GPU)
     assert max(line.busy_us.values()) <= line.step_us <= 1.3 * max(line.busy_us.values())
     assert sum(costs.durations_us[name] for name in line.critical) >= line.step_us
+    assert sum(leg.us for leg in line.cycle) == pytest.approx(line.cycle_steps * line.step_us, rel=1e-3)
+    assert sum(line.exposed_by.values()) == pytest.approx(line.exposed_us, abs=5)
+    assert line.gpu_bound is (batch == 64)
+    assert line.binds is (OpKind.CPU_UPDATE if batch == 4 else OpKind.BACKWARD)
     assert "bound by" in str(line)

@@ -1,0 +1,131 @@
+"""What a step looks like in time, predicted (:mod:`slidedp.compiler.simulate`) or measured: spans, and what binds it.
+
+A Timeline explains itself: `str()` says how long a step takes, whether the GPU or the host binds it, what the GPU waits for,
+and which ops follow one another without a gap from one step to the next: the critical cycle. Nothing but making one of
+those ops faster, or moving one off the cycle, makes the step shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slidedp.compiler.ops import OpKind, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one op of the last simulated step ran, in microseconds from that step's first start."""
+
+    op: str
+    stream: Stream
+    start_us: int
+    end_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A part of the critical cycle: consecutive ops of one kind, which take `us` microseconds together.
+
+    `layers`: those of the ops, in order, each once. A recompute counts as a part of its backward.
+    """
+
+    kind: OpKind
+    stream: Stream
+    ops: tuple[str, ...]
+    layers: tuple[str, ...]
+    us: int
+
+    def __str__(self) -> str:
+        first, last = self.layers[0], self.layers[-1]
+        return f"{self.kind} {first}" if first == last else f"{self.kind} {first}…{last}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The steady state. `step_us`: period. `busy_us`: of one step, by stream, streams without an op left out.
+
+    `critical`: the chain of ops, in order of time and reaching back one period, each of which started only when the one
+    before it ended; its last op is the last to end.
+    """
+
+    step_us: int
+    spans: tuple[Span, ...]
+    busy_us: dict[Stream, int]
+    critical: tuple[str, ...]
+    exposed_by: Mapping[OpKind, int] = field(default_factory=dict)
+    """Microseconds in which the GPU waits, by the kind of op that it waits for: the op whose end starts it again, or whose
+    end let that op start, and so on back to where the wait began. Longest first; empty for a measured step."""
+    cycle: tuple[Leg, ...] = ()
+    """The critical cycle, in order of time: `cycle_steps` periods long. Empty for a measured step."""
+    cycle_steps: int = 0
+    contended_us: Mapping[OpKind, int] = field(default_factory=dict)
+    """By kind, how much longer ops took than alone, because others drew on the same resources; without contention, empty."""
+    steady: bool = True
+    """False if the period still changed when the simulation gave up waiting for it to settle."""
+
+    @property
+    def utilisation(self) -> dict[Stream, float]:
+        return {stream: busy / self.step_us if self.step_us else 0.0 for stream, busy in self.busy_us.items()}
+
+    @property
+    def bottleneck(self) -> Stream | None:
+        """The busiest stream; None for an empty graph."""
+        return max(self.busy_us, key=lambda s: self.busy_us[s], default=None)
+
+    @property
+    def exposed_us(self) -> int:
+        """The part of a step in which the GPU waits."""
+        return self.step_us - self.busy_us.get(Stream.GPU, 0)
+
+    @property
+    def gpu_bound(self) -> bool:
+        """True if work on the GPU takes more of the critical cycle than the host, its links and the collectives do."""
+        on_gpu = sum(leg.us for leg in self.cycle if leg.stream is Stream.GPU)
+        return 2 * on_gpu > sum(leg.us for leg in self.cycle) if self.cycle else self.bottleneck is Stream.GPU
+
+    @property
+    def binds(self) -> OpKind | None:
+        """The kind that takes most of the critical cycle; None for an empty graph and for a measured step."""
+        share: dict[OpKind, int] = {}
+        for leg in self.cycle:
+            share[leg.kind] = share.get(leg.kind, 0) + leg.us
+        return max(share, key=lambda kind: share[kind], default=None)
+
+    def __str__(self) -> str:
+        lines = [f"step {_ms(self.step_us)}, {'GPU' if self.gpu_bound else 'host'}-bound, GPU waits {_ms(self.exposed_us)}, "
+                 f"bound by {self.binds or self.bottleneck}"]
+        lines += [f"  {stream:<5} {busy / 1e3:10.2f} ms {self.utilisation[stream]:6.1%}" for stream, busy in self.busy_us.items()]
+        if self.exposed_by:
+            lines.append("the GPU waits for " + _by_kind(self.exposed_by))
+        if self.cycle:
+            over = "" if self.cycle_steps == 1 else f" over {self.cycle_steps} steps"
+            lines.append(f"critical cycle{over}: " + " → ".join(f"{leg} ({_ms(leg.us)})" for leg in shortened(self.cycle)))
+        if self.contended_us:
+            lines.append("contention adds " + _by_kind(self.contended_us))
+        if not self.steady:
+            lines.append("the period had not settled: the step time is a mean")
+        return "\n".join(lines)
+
+
+def shortened(cycle: Sequence[Leg], longest: int = 8) -> tuple[Leg, ...]:
+    """At most `longest` legs: the ones that take most of the time, in order of time, equal neighbours joined."""
+    kept = sorted(sorted(range(len(cycle)), key=lambda i: -cycle[i].us)[:longest])
+    return tuple(cycle[i] for i in kept)
+
+
+def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_steps: int) -> Timeline:
+    """A Timeline from recorded (op, stream, start, end) in seconds of `num_steps` steps in a row. `critical` is empty."""
+    origin = min((start for _, _, start, _ in events), default=0.0)
+    spans = tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in events)
+    busy = {s: sum(span.end_us - span.start_us for span in spans if span.stream is s) // num_steps for s in Stream}
+    end = max((span.end_us for span in spans), default=0)
+    return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, ())
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.2f} ms"
+
+
+def _by_kind(times: Mapping[OpKind, int]) -> str:
+    return ", ".join(f"{kind} {_ms(us)}" for kind, us in times.items())
