@@ -38,7 +38,9 @@ class MemoryReport:
 
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
-    """What training with `decisions` needs. Activations: all boundaries, and the largest stage's while it runs."""
+    """What training with `decisions` needs. Activations: all boundaries, and the largest stage's while it runs: a layer's,
+    or those of head and loss.
+    """
     return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
 
 
@@ -73,6 +75,7 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     streamed = [g for g in graph.groups if graph.streams(g)]
     held = [g for g in graph.groups if g.uses and not graph.streams(g)]
     weight, grad = graph.compute_itemsize, graph.grad_itemsize
+    largest, loss = _transients(graph, decisions)
     return {
         "weight slots": num_window_slots(graph, decisions) * weight * max((g.numel for g in streamed), default=0),
         "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in streamed), default=0),
@@ -80,8 +83,15 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "held gradients": sum(grad * g.num_trainable for g in held),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
         "boundary activations": sum(s.boundary_bytes for s in graph.stages),
-        "largest stage's activations": max((s.activation_bytes for s in graph.stages), default=0),
+        "largest stage's activations": largest if largest > loss else 0,
+        "head and loss": loss if loss >= largest else 0,
     }
+
+
+def _transients(graph: LayerGraph, decisions: Decisions) -> tuple[int, int]:
+    """What the largest stage needs while it runs, head and loss apart if they were measured. They never run at once."""
+    stages = [s.activation_bytes for s in graph.stages if s.head is None]
+    return max(stages, default=0), graph.head.peak_bytes(decisions.head_chunks) if graph.head else 0
 
 
 def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
