@@ -56,13 +56,17 @@ class GroupDecision:
 
 @dataclass(frozen=True)
 class Decisions:
-    """`groups`: one entry a group. `window`: weight slots; `grad_slots`: gradient slots; `staging_slots`: cast buffers."""
+    """`groups`: one entry a group. `window`: weight slots; `grad_slots`: gradient slots; `staging_slots`: cast buffers.
+
+    `head_chunks`: in how many chunks of tokens the epilogue makes the logits, at most; 1: all at once, as eager.
+    """
 
     groups: dict[str, GroupDecision] = field(default_factory=dict)
     window: int = 3
     grad_slots: int = 2
     staging_slots: int = 4
     reduce_slots: int = 2
+    head_chunks: int = 1
 
     def of(self, group: str) -> GroupDecision:
         return self.groups[group]

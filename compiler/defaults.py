@@ -9,6 +9,9 @@
 - window: 4 weight slots, fewer when HBM has no room, never fewer than 2; 2 gradient slots;
 - activations: the last layer retains its own, for only the loss lies between its forward and its backward; the others
   recompute. So does the last when HBM has no room.
+- head chunks: 1, all logits at once, while these are under 256 MiB in FP32; else chunks of 2048 tokens, where the head's
+  products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
+  smallest window, chunks of 256 tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from slidedp.compiler.units import format_bytes
 CHUNK_BYTES = 32 * 2**20
 MAX_CHUNKS = 8
 WINDOWS = (4, 3, 2)
+WHOLE_LOGITS_BYTES = 256 * 2**20
+HEAD_ROWS = (2048, 256)
 
 
 def default_decisions(
@@ -52,19 +57,21 @@ def default_decisions(
     host_budget = hw.host_bytes if host_budget is None else host_budget
     costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
 
-    def decide(source: Source, window: int, last: Activation = Activation.RETAIN) -> Decisions:
+    def decide(source: Source, window: int, last: Activation = Activation.RETAIN, rows: int = HEAD_ROWS[0]) -> Decisions:
         bare = apply_policy(Decisions({g.name: GroupDecision(source=source) for g in graph.groups}), policy, graph)
         groups = {g.name: rule(graph, g, bare.of(g.name).source, hw, costs, chunk_bytes) for g in graph.groups}
         if (name := group_of_last_layer(graph)) is not None:
             groups[name] = replace(groups[name], act=last)
-        return apply_policy(Decisions(groups, window=window), policy, graph)
+        return apply_policy(Decisions(groups, window=window, head_chunks=num_head_chunks(graph, rows)), policy, graph)
 
     fits = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
     source = Source.SHADOW if fits else Source.CAST
-    for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE)):
-        decisions = decide(source, window, last)
+    options = [(window, last, HEAD_ROWS[0]) for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE))]
+    for window, last, rows in (*options, (WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1])):
+        decisions = decide(source, window, last, rows)
         if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
             break
+    check_head(graph, decisions)
     check_budgets(graph, decisions, hbm_budget, host_budget)
     return decisions
 
@@ -115,6 +122,21 @@ def sharding_pays(
 
 def num_chunks(num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     return max(1, min(MAX_CHUNKS, round(num_bytes / chunk_bytes)))
+
+
+def num_head_chunks(graph: LayerGraph, rows: int = HEAD_ROWS[0]) -> int:
+    """In how many chunks of `rows` tokens the logits are made."""
+    head = graph.head
+    if head is None or head.logits_bytes < WHOLE_LOGITS_BYTES:
+        return 1
+    return -(-head.rows // rows)
+
+
+def check_head(graph: LayerGraph, decisions: Decisions) -> None:
+    """ValueError, with the reason, for head chunks of a model whose logits cannot be cut."""
+    if decisions.head_chunks > 1 and graph.head and graph.head.whole:
+        raise ValueError(f"head_chunks={decisions.head_chunks}: the logits of {graph.model or 'this model'} cannot be made in "
+                         f"chunks, since {graph.head.whole}; use head_chunks=1")
 
 
 def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host_budget: int) -> MemoryReport:

@@ -21,6 +21,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 ALIGN = 64
 """Elements: every parameter starts, and every chunk and shard is cut, at a multiple of this."""
 
+ROW_UNIT = 64
+"""Chunks of more tokens than this have a multiple of it, for the sake of the matrix kernels."""
+
 
 class StageKind(StrEnum):
     PROLOGUE = "prologue"
@@ -68,6 +71,38 @@ class Group:
         return self.num_trainable > 0
 
 
+@dataclass(frozen=True, slots=True)
+class LossHead:
+    """What the epilogue needs while it runs, by the number of chunks in which it makes the logits ``[rows, vocab]``.
+
+    `peaks`: (chunks, bytes) of what is alive at most besides its inputs and weights, ascending in chunks; the first are those
+    of all logits at once. `whole`: why there can be no more than that; '' if there can.
+    """
+
+    rows: int
+    vocab: int
+    peaks: tuple[tuple[int, int], ...]
+    whole: str = ""
+
+    @property
+    def logits_bytes(self) -> int:
+        """All logits in FP32, once."""
+        return 4 * self.rows * self.vocab
+
+    def peak_bytes(self, num_chunks: int) -> int:
+        """Exact where it was measured. Between, a chord: the peak is a maximum of linear functions of the rows of a chunk."""
+        (_, whole), *cut = self.peaks
+        if num_chunks == 1 or not cut:
+            return whole
+        below = [(n, size) for n, size in cut if n <= num_chunks]
+        above = [(n, size) for n, size in cut if n > num_chunks]
+        if not below or not above:
+            return below[-1][1] if below else above[0][1]
+        (few, most), (many, least) = below[-1], above[0]
+        rows, smallest, largest = (chunk_rows(self.rows, n) for n in (num_chunks, many, few))
+        return least + (most - least) * (rows - smallest) // max(1, largest - smallest)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One unit of compute. `groups`: the parameter groups it reads, its own first.
@@ -83,6 +118,8 @@ class Stage:
     flops: int = 0
     boundary_bytes: int = 0
     activation_bytes: int = 0
+    head: LossHead | None = None
+    """Of the epilogue, where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +157,11 @@ class LayerGraph:
         return ITEMSIZE[self.grad_dtype]
 
     @property
+    def head(self) -> LossHead | None:
+        """The epilogue's, if it was measured."""
+        return next((s.head for s in self.stages if s.head), None)
+
+    @property
     def layers(self) -> tuple[Stage, ...]:
         return tuple(s for s in self.stages if s.kind is StageKind.LAYER)
 
@@ -147,6 +189,12 @@ def cut_chunks(numel: int, num_chunks: int, world_size: int = 1) -> tuple[tuple[
     num_chunks = min(num_chunks, units)
     bounds = [units * i // num_chunks * unit for i in range(num_chunks + 1)] if num_chunks else [0]
     return tuple(pairwise(bounds))
+
+
+def chunk_rows(num_rows: int, num_chunks: int) -> int:
+    """Tokens of the largest chunk when the logits are made in at most `num_chunks`; the last may be smaller."""
+    rows = -(-num_rows // max(1, min(num_chunks, num_rows)))
+    return min(aligned(rows, ROW_UNIT), num_rows) if rows > ROW_UNIT else rows
 
 
 def shard(lo: int, hi: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -38,7 +38,9 @@ class MemoryReport:
 
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
-    """What training with `decisions` needs. Activations: all boundaries, and the largest stage's while it runs."""
+    """What training with `decisions` needs. Activations: all boundaries, and the largest stage's while it runs: a layer's,
+    or those of head and loss.
+    """
     return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
 
 
@@ -73,6 +75,7 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     streamed = [g for g in graph.groups if graph.streams(g)]
     held = [g for g in graph.groups if g.uses and not graph.streams(g)]
     weight, grad = graph.compute_itemsize, graph.grad_itemsize
+    largest, loss = _transients(graph, decisions)
     return {
         "weight slots": num_window_slots(graph, decisions) * weight * max((g.numel for g in streamed), default=0),
         "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in streamed), default=0),
@@ -85,13 +88,22 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
 
 
 def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
-    """Beside inputs: what layers retain, and what the largest stage adds when its backward runs, later ones being done."""
+    """Beside inputs: what layers retain, and what the largest stage adds while it runs, later ones being done.
+
+    Head and loss, where they were measured, are a row of their own: they never run at once with a layer.
+    """
     retained = most = 0
     for s in graph.stages:
         keeps = s.kind is StageKind.LAYER and decisions.activation(s) is Activation.RETAIN
-        most = max(most, retained + s.activation_bytes)
+        most = max(most, retained + (s.activation_bytes if s.head is None else 0))
         retained += s.activation_bytes * keeps
-    return {"retained activations": retained, "largest stage's activations": max(most - retained, 0)}
+    largest = max(most - retained, 0)
+    loss = graph.head.peak_bytes(decisions.head_chunks) if graph.head else 0
+    return {
+        "retained activations": retained,
+        "largest stage's activations": largest if largest > loss else 0,
+        "head and loss": loss if loss >= largest else 0,
+    }
 
 
 def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:

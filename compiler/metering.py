@@ -1,8 +1,9 @@
-"""What a piece of a model costs, seen while it runs on meta tensors: floating-point operations and saved bytes."""
+"""What a piece of a model costs, seen while it runs on meta tensors: floating-point operations, saved bytes, bytes alive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from slidedp.compiler.calls import tensors
 
 
 class Meter(TorchDispatchMode):
@@ -49,6 +52,34 @@ class Meter(TorchDispatchMode):
         if key not in self.resident:
             self.saved[key] = t.untyped_storage().nbytes()
         return t
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made in its `with` block, each storage for as long as it lives: `live` now, `peak` at most.
+
+    On meta or real tensors, in backward too as long as that runs in the same thread (meta, CPU). What a kernel takes for
+    itself is not seen. `largest`: the largest single storage. `known` existed before.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = self.largest = 0
+        self._seen = {storage_key(t) for t in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tensors(out):
+            key, storage = storage_key(t), t.untyped_storage()
+            if key not in self._seen:
+                self._seen.add(key)
+                self.live += storage.nbytes()
+                self.peak, self.largest = max(self.peak, self.live), max(self.largest, storage.nbytes())
+                weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return out
+
+    def _freed(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= num_bytes
 
 
 class _FusedAttention(torch.autograd.Function):

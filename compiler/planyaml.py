@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from slidedp.compiler.decisions import Decisions, GroupDecision
-from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Stage, StageKind
+from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, LossHead, Stage, StageKind
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
 from slidedp.compiler.runlength import expand, runs
 from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_keys
 
-STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes")
+STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
 
 
@@ -63,7 +63,8 @@ def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> De
 def write_layers(layers: LayerGraph) -> dict[str, Any]:
     """The compact layer table."""
     stages = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
-               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes} for s in layers.stages]
+               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head)}
+              for s in layers.stages]
     groups = [{"name": g.name, "numel": g.numel, "num_trainable": g.num_trainable, "uses": list(g.uses)} for g in layers.groups]
     return {"stages": _compact(stages), "groups": _compact(groups)}
 
@@ -94,7 +95,27 @@ def _stage(row: dict[str, Any], where: str) -> Stage:
         raise ValueError(f"{at}: kind: {row['kind']!r} is unknown; allowed: {', '.join(StageKind)}")
     groups = tuple(as_str(g, f"{at}: groups") for g in as_list(row["groups"], f"{at}: groups"))
     numbers = {key: as_int(row[key], f"{at}: {key}") for key in ("flops", "boundary_bytes", "activation_bytes")}
-    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers)
+    head = _read_head(row["head"], f"{at}: head")
+    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers, head=head)
+
+
+def _write_head(head: LossHead | None) -> dict[str, Any]:
+    if head is None:
+        return {}
+    return {"rows": head.rows, "vocab": head.vocab, "peaks": [list(peak) for peak in head.peaks], "whole": head.whole}
+
+
+def _read_head(value: object, where: str) -> LossHead | None:
+    row = as_mapping(value, where)
+    if not row:
+        return None
+    check_keys(row, ("rows", "vocab", "peaks", "whole"), where)
+    pairs = [[as_int(x, f"{where}: peaks") for x in as_list(pair, f"{where}: peaks")] for pair in as_list(row["peaks"], where)]
+    chunks = [pair[0] for pair in pairs if len(pair) == 2]
+    if len(chunks) < len(pairs) or chunks[:1] != [1] or chunks != sorted(set(chunks)):
+        raise ValueError(f"{where}: peaks: expected pairs of a number of chunks, ascending from 1, and bytes")
+    rows, vocab = (as_int(row[key], f"{where}: {key}") for key in ("rows", "vocab"))
+    return LossHead(rows, vocab, tuple((n, size) for n, size in pairs), as_str(row["whole"], f"{where}: whole"))
 
 
 def _group(row: dict[str, Any], world_size: int, where: str) -> Group:

@@ -1,6 +1,6 @@
 """Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
 
-    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks
     source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, and
     chunks: 4                      chunks, which is both delivery_chunks and return_chunks
     layers:
@@ -24,7 +24,7 @@ from slidedp.compiler.strict import as_int, as_mapping, check_keys
 CHOICES: dict[str, type[StrEnum]] = {"delivery": Route, "source": Source, "reduction": Reduction, "act": Activation}
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
-PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots")
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks")
 _LATER_VERSIONS = {"act": ("offload", "selective")}
 
 

@@ -5,6 +5,7 @@
     segments.py   the graph -> prologue, layers, epilogue       grouping.py  parameters -> groups with a flat layout
     loss.py       the loss and its number of valid tokens       metering.py  flops and saved bytes
     guards.py     which batches the trace is valid for
+    chunked_loss.py  the epilogue with its logits in chunks  loss_memory.py  what it holds at most
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from slidedp.compiler.chunked_loss import cut_head, find_head
 from slidedp.compiler.errors import TraceError
 from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
 from slidedp.compiler.guards import BATCH, Guard, first_violation
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
 from slidedp.compiler.layers import LayerChoice, batch_problem, call_arguments, chosen_layers, layer_candidates, no_layers
 from slidedp.compiler.loss import Loss, LossFn, ValidCount, call_loss_fn, model_loss, user_loss
+from slidedp.compiler.loss_memory import measure_head
 from slidedp.compiler.metamodel import MetaModel, check_params, on_meta
 from slidedp.compiler.recorder import MetaRecorder
 from slidedp.compiler.recording import recording
 from slidedp.compiler.segments import Segment, cut
 
-__all__ = ["StageProgram", "Trace", "TraceError", "guards_hold", "specialisation_key", "trace"]
+__all__ = ["StageProgram", "Trace", "TraceError", "guards_hold", "specialisation_key", "trace", "with_head_chunks"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,9 @@ def _assemble(
     groups = make_groups(params, reads, world_size) if groups is None else regroup(groups, params, reads)
     seen: set[fx.Node] = set()
     stages = tuple(_stage(s, p, groups, recorder.meta, seen) for s, p in zip(segments, programs, strict=True))
+    inputs = [n.meta["val"] for n in segments[-1].inputs]
+    head = measure_head(programs[-1].graph, model, inputs, programs[-1].params)
+    stages = (*stages[:-1], replace(stages[-1], head=head))
     read = set(itertools.chain.from_iterable(reads.values()))
     found = Trace(
         graph=LayerGraph(stages, groups, world_size, str(dtype).removeprefix("torch."), model=type(model).__name__),
@@ -201,15 +207,14 @@ def _program(model: nn.Module, meta: MetaModel, segment: Segment, stage_of: Mapp
         copies[n] = graph.node_copy(n, copies.__getitem__)
     for n, copy in copies.items():
         copy.meta = {"shape": tuple(n.meta["val"].shape), "dtype": n.meta["val"].dtype} if "val" in n.meta else {}
+        copy.meta["writes"] = "writes" in n.meta
     graph.output(tuple(copies[n] for n in segment.outputs))
     graph.lint()
     names = {str(n.target) for n in copies if n.op == "get_attr"}.union(*(n.meta.get("params", ()) for n in segment.nodes))
     env = {n: str(n.target) if n.op == "placeholder" else f"{stage_of[n]}.{n.name}" for n in (*segment.inputs, *segment.outputs)}
-    # GraphModule compiles the graph; its forward then runs with the user's model as self, whose state it reads.
-    forward: Callable[..., tuple[Tensor, ...]] = type(fx.GraphModule(model, graph, class_name=segment.name)).forward
     return StageProgram(
         name=segment.name,
-        fn=forward,
+        fn=_compiled(model, graph, segment.name),
         graph=graph,
         inputs=tuple(env[n] for n in segment.inputs),
         outputs=tuple(env[n] for n in segment.outputs),
@@ -218,6 +223,23 @@ def _program(model: nn.Module, meta: MetaModel, segment: Segment, stage_of: Mapp
         params=tuple(name for name in meta.params if name in names),
         buffers=tuple(name for name in meta.buffers if name in names),
     )
+
+
+def _compiled(model: nn.Module, graph: fx.Graph, name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of the user's model, whose state it reads, and the stage's inputs."""
+    forward: Callable[..., tuple[Tensor, ...]] = type(fx.GraphModule(model, graph, class_name=name)).forward
+    return forward
+
+
+def with_head_chunks(traced: Trace, model: nn.Module, num_chunks: int) -> Trace:
+    """`traced`, with an epilogue that makes the logits of at most 1/`num_chunks` of the rows at a time; as it is for 1."""
+    program = traced.programs[-1]
+    head = find_head(program.graph, model) if num_chunks > 1 else ""
+    if isinstance(head, str):
+        return traced
+    graph = cut_head(program.graph, head, num_chunks)
+    chunked = replace(program, fn=_compiled(model, graph, program.name), graph=graph)
+    return replace(traced, programs=(*traced.programs[:-1], chunked))
 
 
 def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], meta: MetaModel, seen: set[fx.Node]) -> Stage:

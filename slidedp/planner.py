@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from slidedp.compiler.contention import Contention
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import check_budgets, default_decisions
+from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, default_decisions, num_head_chunks
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import Group, LayerGraph
+from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, simulate
-from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace
+from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 
@@ -114,6 +114,7 @@ class Planner:
         self.model, self.settings = model, settings
         self.groups: tuple[Group, ...] | None = None
         self.decisions: Decisions | None = None
+        self.head_rows = HEAD_ROWS[0]
         self.trainable: tuple[bool, ...] = ()
         self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
 
@@ -142,7 +143,8 @@ class Planner:
         layers = replace(traced.graph, grad_dtype=DTYPE_NAMES[s.grad_dtype])
         if not any(g.trainable for g in layers.groups):
             raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
-        decisions = self.decisions or decide(layers, s)
+        decisions = decide(layers, s) if self.decisions is None else self.for_shape(self.decisions, layers)
+        check_head(layers, decisions)
         check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
                       s.hw.host_bytes if s.host_budget is None else s.host_budget)
         shapes = {key: tuple(value.shape) for key, value in batch.items()}
@@ -150,16 +152,30 @@ class Planner:
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
-        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
+        decisions = replace(decisions, head_chunks=draft.decisions.head_chunks)  # each rank's own: its batch may be longer
+        traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks)
+        spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
+            if draft.layers.head and decisions.head_chunks > 1:
+                self.head_rows = chunk_rows(draft.layers.head.rows, decisions.head_chunks)
         elif same := self.alike(draft.layers):
             spec.__dict__["graph"] = with_costs_of(same.graph, spec)
             if "forward_graph" in same.__dict__:
                 spec.__dict__["forward_graph"] = same.forward_graph
         self.known.setdefault(draft.key, []).append(spec)
         return spec
+
+    def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
+        """`decisions` of the first batch, with as many head chunks as keep their size, unless the user pinned the number.
+
+        No op depends on it, and all logits of a longer batch may not fit.
+        """
+        policy = self.settings.policy
+        if isinstance(policy, PlanFile) or "head_chunks" in (policy or {}):
+            return decisions
+        return replace(decisions, head_chunks=num_head_chunks(layers, self.head_rows))
 
     def alike(self, layers: LayerGraph) -> Specialisation | None:
         """A lowered specialisation with the same stages and groups: another batch shape changes no op and no edge."""

@@ -62,7 +62,7 @@ def summary(plan: PlanFile) -> str:
     facts = {
         "batch": ", ".join(f"{key} {value}" for key, value in plan.specialisation.items()) + " a rank" * (ranks > 1),
         "hardware": f"{plan.hardware.name}, cost model {plan.cost_model.name}",
-        "buffers": ", ".join(f"{key} {getattr(plan.decisions, key)}" for key in PLAN_KEYS),
+        "buffers": ", ".join(f"{key}\N{NO-BREAK SPACE}{getattr(plan.decisions, key)}" for key in PLAN_KEYS),
     }
     predicted = {
         "predicted": f"{format_duration(p.step_us)} a step, {p.tokens_per_s:,.0f} tokens/s, bound by {bound_by(p.bottleneck)}",
@@ -110,5 +110,6 @@ def format_duration(us: float) -> str:
 
 
 def wrapped(text: str, indent: str = " " * 10) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, drop_whitespace=True, replace_whitespace=False,
-                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent=indent, drop_whitespace=True, replace_whitespace=False,
+                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]

@@ -55,10 +55,11 @@ def concatenated(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def planned(name: str, rank: int, world: int) -> Trained:
-    """On the ranks; those other than 0 build the model without weights."""
+    """On the ranks, the logits in three chunks; ranks other than 0 build the model without weights."""
     with torch.device("cpu" if rank == 0 else "meta"):
         model = make(name)
-    with slidedp.compile(model, "cpu", optimizer=OPTIMIZER, policy={"delivery": "sharded", "chunks": 3}) as plan:
+    policy = {"delivery": "sharded", "chunks": 3, "head_chunks": 3}
+    with slidedp.compile(model, "cpu", optimizer=OPTIMIZER, policy=policy) as plan:
         losses, grads = [], []
         for step in range(NUM_STEPS):
             losses.append(plan.run(shares(name, world, step)[rank]).loss)

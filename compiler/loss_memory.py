@@ -1,0 +1,71 @@
+"""How many bytes the epilogue holds at most, forward and backward, by the number of chunks: run on meta tensors and counted.
+
+What is counted is what autograd and the kernels' callers allocate: the logits in every dtype they are cast to, what is saved,
+gradients. A module that cannot run on meta (a Triton kernel) counts as one that saves its input, as the tracer assumes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from slidedp.compiler.chunked_loss import Head, cut_head, find_head
+from slidedp.compiler.layergraph import LossHead
+from slidedp.compiler.metering import LiveBytes
+
+MEASURED_CHUNKS = (2, 8, 64, 512)
+
+
+def measure_head(graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], params: Sequence[str]) -> LossHead | None:
+    """The epilogue's `graph` with a `model` and `inputs` on meta; `params`: names of those it reads.
+
+    None if it cannot run there.
+    """
+    head = find_head(graph, model)
+    weights = [operator.attrgetter(name)(model) for name in params]
+    try:
+        whole = _peak_bytes(graph, model, inputs, weights)
+        if not isinstance(head, Head):
+            return LossHead(0, 0, ((1, whole),), head)
+        counts = [n for n in MEASURED_CHUNKS if n <= head.rows]
+        peaks = [(n, _peak_bytes(cut_head(graph, head, n), model, inputs, weights)) for n in counts]
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # whatever a module does on meta
+        return None
+    return LossHead(head.rows, head.vocab, ((1, whole), *peaks))
+
+
+def _peak_bytes(graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
+    given = [torch.empty_like(t, device="meta").requires_grad_(t.requires_grad) for t in inputs]
+    sources = [t for t in (*given, *weights) if t.requires_grad]
+    alive = LiveBytes((*given, *weights))
+    with torch.enable_grad(), alive:
+        (loss,) = _OnMeta(model, graph=graph).run(*given)
+        if sources and loss.requires_grad:
+            grads = torch.autograd.grad(loss, sources, torch.ones_like(loss), allow_unused=True)
+            del grads
+    return alive.peak
+
+
+class _OnMeta(fx.Interpreter):
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_module(target, args, kwargs)
+        except Exception:
+            return _Assumed.apply(args[0])  # type: ignore[no-untyped-call]
+
+
+class _Assumed(torch.autograd.Function):
+    """An output and a gradient like the input, which is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
