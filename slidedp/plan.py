@@ -116,10 +116,12 @@ class Plan:
             machine.take_back_model()
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        posted = machine.agree([int(problem is not None), valid, int(training), signature])
+        posted = machine.agree([int(problem is not None), valid, int(training), signature, int(machine.changed)])
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
+        if any(changed for _, _, _, _, changed, *_ in posted):
+            machine.refresh()
         total = sum(valid for _, valid, *_ in posted)
         step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
         return machine, spec, interpreter, step
@@ -133,7 +135,7 @@ class Plan:
         """A further specialisation: this rank's business alone, for groups and decisions are settled."""
         assert self._machine is not None
         self._machine.synchronize()
-        self._machine.expose_model()
+        self._machine.binding.restore()
         with torch.inference_mode(False):
             draft = self._planner.draft(batch)
         return self._planner.finish(draft, draft.decisions)
