@@ -42,9 +42,29 @@ class Activation(StrEnum):
     RECOMPUTE = "recompute"
 
 
+class StateHome(StrEnum):
+    """Where a group's FP32 master and moments live, and so where they are updated.
+
+    `hbm`: sharded over the GPUs, next to the weights, which stay there too: nothing is delivered, and no gradient returns.
+    """
+
+    HOST = "host"
+    HBM = "hbm"
+
+
+class Residence(StrEnum):
+    """A group's weights between their uses: delivered again for each, or once a step and then held in HBM."""
+
+    STREAM = "stream"
+    HOLD = "hold"
+
+
 @dataclass(frozen=True, slots=True)
 class GroupDecision:
-    """How one group's weights, gradients and update move. Chunk counts are clamped to what the group's size allows."""
+    """How one group's weights, gradients and update move. Chunk counts are clamped to what the group's size allows.
+
+    With the state in HBM, `delivery`, `source`, `delivery_chunks` and `weights` say nothing, and gradients are summed there.
+    """
 
     delivery: Route = Route.REPLICATED
     source: Source = Source.SHADOW
@@ -52,6 +72,8 @@ class GroupDecision:
     reduction: Reduction = Reduction.GPU
     return_chunks: int = 1
     act: Activation = Activation.RECOMPUTE
+    weights: Residence = Residence.STREAM
+    state: StateHome = StateHome.HOST
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.layergraph import LayerGraph, StageKind, cut_chunks
+from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
 from slidedp.compiler.units import format_bytes
 
 
@@ -46,7 +47,7 @@ def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
 
 def num_window_slots(graph: LayerGraph, decisions: Decisions) -> int:
     """Weight slots that exist: no more than there are groups to stream."""
-    return min(decisions.window, sum(graph.streams(g) for g in graph.groups))
+    return min(decisions.window, len(windowed_groups(graph, decisions)))
 
 
 def largest_cast(graph: LayerGraph, decisions: Decisions) -> int:
@@ -56,15 +57,27 @@ def largest_cast(graph: LayerGraph, decisions: Decisions) -> int:
         ranks = graph.world_size if decision.delivery is Route.SHARDED else 1
         return _largest_chunk(graph, numel, decision.delivery_chunks) // ranks
 
-    each = [(g.numel, decisions.of(g.name)) for g in graph.groups]
-    return max((cast(numel, d) for numel, d in each if d.source is Source.CAST), default=0)
+    each = [(g, decisions.of(g.name)) for g in graph.groups]
+    return max((cast(g.numel, d) for g, d in each if d.source is Source.CAST and not is_resident(g, d)), default=0)
 
 
 def largest_reduced(graph: LayerGraph, decisions: Decisions) -> int:
     """Elements of the largest sum that one rank receives from a reduction between GPUs; 0 if there is none."""
-    each = [(g.num_trainable, decisions.of(g.name)) for g in graph.groups] if graph.world_size > 1 else []
-    chunks = [_largest_chunk(graph, numel, d.return_chunks) for numel, d in each if d.reduction is Reduction.GPU]
+    each = [(g, decisions.of(g.name)) for g in graph.groups] if graph.world_size > 1 else []
+    chunks = [_largest_chunk(graph, g.num_trainable, d.return_chunks) for g, d in each
+              if d.reduction is Reduction.GPU or is_resident(g, d)]
     return max(chunks, default=0) // graph.world_size
+
+
+def largest_update(graph: LayerGraph, decisions: Decisions) -> int:
+    """Elements of the largest part of a chunk that one rank updates in HBM at a time; 0 if no state lives there."""
+    each = [_largest_chunk(graph, g.num_trainable, decisions.of(g.name).return_chunks) for g in resident_groups(graph, decisions)]
+    return max(each, default=0) // graph.world_size
+
+
+def update_workspace_bytes(graph: LayerGraph, decisions: Decisions) -> int:
+    """An FP32 copy of the gradients that are updated in HBM at a time, where they are not FP32 already."""
+    return 0 if graph.grad_dtype == "float32" else 4 * largest_update(graph, decisions)
 
 
 def _largest_chunk(graph: LayerGraph, numel: int, num_chunks: int) -> int:
@@ -72,15 +85,18 @@ def _largest_chunk(graph: LayerGraph, numel: int, num_chunks: int) -> int:
 
 
 def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
-    streamed = [g for g in graph.groups if graph.streams(g)]
-    held = [g for g in graph.groups if g.uses and not graph.streams(g)]
+    own = [g for g in graph.groups if graph.streams(g)]
+    shared = [g for g in graph.groups if g.uses and not graph.streams(g)]
+    windowed, held = windowed_groups(graph, decisions), held_groups(graph, decisions)
+    resident = resident_groups(graph, decisions)
     weight, grad = graph.compute_itemsize, graph.grad_itemsize
-    largest, loss = _transients(graph, decisions)
     return {
-        "weight slots": num_window_slots(graph, decisions) * weight * max((g.numel for g in streamed), default=0),
-        "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in streamed), default=0),
+        "weight slots": num_window_slots(graph, decisions) * weight * max((g.numel for g in windowed), default=0),
+        "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in own), default=0),
         "held weights": sum(weight * g.numel for g in held),
-        "held gradients": sum(grad * g.num_trainable for g in held),
+        "held gradients": sum(grad * g.num_trainable for g in shared),
+        "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
+        "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
         "boundary activations": sum(s.boundary_bytes for s in graph.stages),
         **_activations(graph, decisions),
@@ -107,14 +123,15 @@ def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
 
 
 def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
-    shadowed = [g for g in graph.groups if decisions.of(g.name).source is Source.SHADOW]
-    on_host = [g for g in graph.groups if decisions.of(g.name).reduction is Reduction.CPU] if graph.world_size > 1 else []
+    at_home = [g for g in graph.groups if not is_resident(g, decisions.of(g.name))]
+    shadowed = [g for g in at_home if decisions.of(g.name).source is Source.SHADOW]
+    on_host = [g for g in at_home if decisions.of(g.name).reduction is Reduction.CPU] if graph.world_size > 1 else []
     staging = largest_cast(graph, decisions)
     return {
         "master weights": sum(4 * g.numel for g in graph.groups),
-        "moments": sum(8 * g.num_trainable for g in graph.groups),
+        "moments": sum(8 * g.num_trainable for g in at_home),
         "shadow": sum(graph.compute_itemsize * g.numel for g in shadowed),
-        "gradients": sum(graph.grad_itemsize * g.num_trainable for g in graph.groups),
+        "gradients": sum(graph.grad_itemsize * g.num_trainable for g in at_home),
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),
         "cast staging": graph.world_size * decisions.staging_slots * graph.compute_itemsize * staging,
     }

@@ -9,11 +9,13 @@ from the step before. The executor has no layer loop: per stream it issues ops i
 Values and the places they live in:
 
 ======================  =========================================================================================
-``P.<group>``           FP32 master and moments, shared host memory. ``@0`` at the start of the step, ``@1`` after its update
+``P.<group>``           FP32 master and moments. ``@0`` at the start of the step, ``@1`` after its update. In shared host
+                        memory, or in ``state.<group>`` in HBM: there is one of each, every rank holds its own part
 ``S.<group>``           shadow: the copy in compute dtype that the update writes, shared host memory. Versions as `P`
 ``T.<use>.<group>``     staging: `P` cast to compute dtype, this rank's pinned memory, in ``stage[k]``
 ``W.<use>.<group>``     delivered weights, in weight slot ``w[k]`` (layers; `use` is ``fwd`` or ``bwd``) or in ``held.<group>``
-                        (`use` is ``step``)
+                        (`use` is ``step``). `use` ``resident``: weights that stay in ``held.<group>`` from step to step,
+                        made by an update in HBM. Versions as `P`
 ``G.<group>``           this rank's gradient, flat, in gradient slot ``g[k]`` or in ``gheld.<group>``; ``@1``, ``@2``… as
                         several stages of the step accumulate into it
 ``R.<group>``           reduced shard of a gradient chunk, on the device, in ``red[k]``
@@ -62,12 +64,17 @@ class OpKind(StrEnum):
 
 
 class Stream(StrEnum):
-    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first."""
+    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first.
+
+    `update` is the GPU's: a stream of its own, so that what an update waits for on the host (the loss, word from other ranks)
+    does not hold up the issue of compute.
+    """
 
     GPU = "gpu"
     H2D = "h2d"
     D2H = "d2h"
     COMM = "comm"
+    UPDATE = "update"
     CAST = "cast"
     HOST = "host"
     CPU = "cpu"
@@ -131,7 +138,7 @@ class Ref:
     @property
     def persistent(self) -> bool:
         """True if the value outlives the step: reading version 0 means what the step before wrote as version 1."""
-        return self.value[:2] in ("P.", "S.")
+        return self.value[:2] in ("P.", "S.") or self.value.startswith("W.resident.")
 
     @property
     def occupant(self) -> tuple[str, int, Chunk | None]:

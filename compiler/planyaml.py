@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from slidedp.compiler.decisions import Decisions, GroupDecision
+from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, StateHome
 from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, LossHead, Stage, StageKind
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
 from slidedp.compiler.runlength import expand, runs
@@ -19,6 +19,8 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
+OMITTED = {"weights": Residence.STREAM, "state": StateHome.HOST}
+"""Fields of a decision that are written only where they say otherwise."""
 
 
 def is_plan(content: object) -> bool:
@@ -33,7 +35,7 @@ def to_text(content: object) -> str:
 
 def write_decisions(decisions: Decisions) -> dict[str, Any]:
     """``plan``: the counts; ``decisions``: name or range of layers -> fields."""
-    rows = [(name, {key: v if isinstance(v, int) else str(v) for key, v in asdict(d).items()})
+    rows = [(name, {key: v if isinstance(v, int) else str(v) for key, v in asdict(d).items() if OMITTED.get(key) != v})
             for name, d in decisions.groups.items()]
     return {"plan": {key: getattr(decisions, key) for key in PLAN_KEYS}, "decisions": dict(runs(rows))}
 
@@ -44,7 +46,7 @@ def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> De
     groups: dict[str, GroupDecision] = {}
     for run, row in as_mapping(top["decisions"], at).items():
         values = as_mapping(row, f"{at}: {run}")
-        check_keys(values, GROUP_FIELDS, f"{at}: {run}")
+        check_keys(values, GROUP_FIELDS, f"{at}: {run}", required=[key for key in GROUP_FIELDS if key not in OMITTED])
         decision = GroupDecision(**group_fields(values, f"{at}: {run}"))
         for name in expand(run, at):
             if name in groups:

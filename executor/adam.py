@@ -76,7 +76,7 @@ class CpuAdam:
         kernel: Kernel | str = Kernel.AUTO,
         num_threads: int | None = None,
     ) -> None:
-        self._state, self._optimizer = state, optimizer
+        self._state, self.optimizer = state, optimizer
         self.kernels = HostKernels(kernel, num_threads, num_ranks=state.world_size, quiet=state.rank != 0)
         dtypes = {t.dtype for t in (*state.grad.values(), *state.shadow.values())}
         self.native = self.kernels.handles(*dtypes)
@@ -120,10 +120,21 @@ class CpuAdam:
     def update(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None) -> None:
         """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
 
-        `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
-        `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
-        a gradient are left alone, moments and step count included. Padding is never touched.
+        See :meth:`parts` for `step` and `present`. Parameters without a gradient are left alone, moments and step count
+        included. Padding is never touched.
         Raises NonFiniteGradient; the block (native) or the range (torch) with the bad element is then unchanged.
+        """
+        g, index, starts, ends = self.parts(group, lo, hi, step, present)
+        if index.size:
+            (self._native if self.native else self._torch)(group, g, index, starts, ends, step)
+
+    def parts(
+        self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None
+    ) -> tuple[_GroupSteps, np.ndarray, np.ndarray, np.ndarray]:
+        """What ``[lo, hi)`` has of parameters with a gradient: their indices, and where each part starts and ends.
+
+        `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
+        `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all.
         """
         g = self._groups[group]
         assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, (group, lo, hi)
@@ -135,13 +146,10 @@ class CpuAdam:
         index, starts, ends = g.cut(lo, hi)
         assert g.present is not None
         had = g.present[index]
-        index, starts, ends = index[had], starts[had], ends[had]
-        if index.size == 0:
-            return
-        (self._native if self.native else self._torch)(group, g, index, starts, ends, step)
+        return g, index[had], starts[had], ends[had]
 
     def _native(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int) -> None:
-        opt, lr, state = self._optimizer, self.lr(step), self._state
+        opt, lr, state = self.optimizer, self.lr(step), self._state
         segments = np.zeros(index.size, dtype=SEGMENT)
         segments["start"], segments["end"] = starts, ends
         segments["keep"] = np.where(g.decay[index], 1 - lr * opt.weight_decay, 1.0)
@@ -170,21 +178,21 @@ class CpuAdam:
                 raise NonFiniteGradient(group, g.params[i].name, step)
         for i, lo, hi in ranges:
             param = state.master[group][lo:hi]
-            _adamw_as_torch(
+            adamw_as_torch(
                 param,
                 state.grad[group][lo:hi].float(),
                 state.exp_avg[group][lo:hi],
                 state.exp_avg_sq[group][lo:hi],
                 int(g.counts[i]),
                 self.lr(step),
-                self._optimizer,
-                self._optimizer.weight_decay if g.decay[i] else 0.0,
+                self.optimizer,
+                self.optimizer.weight_decay if g.decay[i] else 0.0,
             )
             if group in state.shadow:
                 state.shadow[group][lo:hi].copy_(param)
 
 
-def _adamw_as_torch(
+def adamw_as_torch(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: int, lr: float, opt: AdamW, weight_decay: float
 ) -> None:
     """``_single_tensor_adam`` of torch 2.11 to 2.13, line for line; `count`: the parameter's steps, this one included."""

@@ -23,7 +23,7 @@ class Buffers:
         self._leaves: dict[tuple[str, str], list[Tensor]] = {}
         self.pools = graph.slots
         for slot in graph.slots:
-            dtype = compute_dtype if holds_weights(slot) else grad_dtype
+            dtype = torch.float32 if slot.name.startswith("state.") else compute_dtype if holds_weights(slot) else grad_dtype
             make = backend.pinned if slot.memory == "pinned" else backend.empty
             for i in range(slot.count):
                 tensor = make(slot.bytes // dtype.itemsize, dtype)
@@ -51,5 +51,5 @@ class Buffers:
 
 
 def holds_weights(slot: Slot) -> bool:
-    """Slots of weights and of their staging have the compute dtype; the others that of gradients."""
+    """Slots of weights and of their staging have the compute dtype; those of gradients and their sums, the gradients'."""
     return slot.name in ("w", "stage") or slot.name.startswith("held.")

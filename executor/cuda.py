@@ -21,7 +21,7 @@ from slidedp.compiler.ops import Stream
 from slidedp.executor.backend import RngState
 from slidedp.executor.streams import Streams, Trace
 
-_DEVICE_STREAMS = (Stream.GPU, Stream.H2D, Stream.D2H, Stream.COMM)
+_DEVICE_STREAMS = (Stream.GPU, Stream.H2D, Stream.D2H, Stream.COMM, Stream.UPDATE)
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 

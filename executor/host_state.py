@@ -3,6 +3,7 @@
 Every buffer is flat, one a parameter group, in the layout of :class:`slidedp.compiler.layergraph.Group`, and starts on a
 page. They lie in five shared segments: master (which outlives the others when the plan is closed), moments, shadow,
 grads, control. The layout depends on the groups and on three of their decisions only; no route or chunk count changes it.
+A group whose state lives in HBM (resident.py) has a master here, for the user's parameters to be views of, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from slidedp.compiler.decisions import Decisions, Reduction, Source
 from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.residency import is_resident
 from slidedp.executor.segment import GIB, Exchange, PrivateMapping, SharedSegment
 from slidedp.executor.words import Check, Words, WordsLayout
 
@@ -91,6 +93,8 @@ def layout_state(
 
     for g in groups:
         put(Buffer.MASTER, g.name, g.numel, torch.float32)
+        if is_resident(g, decisions.of(g.name)):
+            continue
         if decisions.of(g.name).source is Source.SHADOW:
             put(Buffer.SHADOW, g.name, g.numel, compute_dtype)
         if not g.trainable:
@@ -110,6 +114,7 @@ class HostState:
     Flat tensors by group name: ``master`` FP32 ``[numel]``; ``exp_avg``, ``exp_avg_sq`` FP32 ``[num_trainable]`` and
     ``grad`` (the reduced gradient) grad_dtype ``[num_trainable]`` of trainable groups; ``shadow`` compute_dtype ``[numel]``
     of groups delivered from it; ``raw_grad[group][rank]`` of groups reduced on the host by several ranks. All zero at first.
+    Resident groups have a ``master`` only, which the GPU copies from and to.
     ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order.
 
     `exchange`, `barrier`: collectives among the host's ranks, see :data:`slidedp.executor.segment.Exchange`.
@@ -133,6 +138,7 @@ class HostState:
     ) -> None:
         assert world_size == 1 or (exchange and barrier), "several ranks need their collectives"
         self.groups = {g.name: g for g in groups}
+        self._resident = [g.name for g in groups if is_resident(g, decisions.of(g.name))]
         self.rank, self.world_size = rank, world_size
         self.param_index: dict[str, int] = {}
         for p in (p for g in groups for p in g.params):
@@ -214,8 +220,11 @@ class HostState:
         return self.layout.bytes_by_place()
 
     def dma_buffers(self) -> list[Tensor]:
-        """Flat tensors that this rank's GPU copies from or to, to be registered with CUDA: shadows, gradients, own raw ones."""
+        """Flat tensors that this rank's GPU copies from or to, to be registered with CUDA: shadows, gradients, own raw ones, and
+        the masters of resident groups.
+        """
         out = [*self.shadow.values(), *self.grad.values(), *(ranks[self.rank] for ranks in self.raw_grad.values())]
+        out += [self.master[name] for name in self._resident]
         return [t for t in out if t.numel()]
 
     def close(self, *, keep_master: bool = True) -> dict[str, Tensor]:

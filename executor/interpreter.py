@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, Ref, Stream
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
 from slidedp.executor.backend import poison
 from slidedp.executor.step import Step
 
@@ -49,6 +49,8 @@ class Interpreter:
         self.last_compute = graph.on(Stream.GPU)[-1].name
         self.ends = self.outcomes(graph)
         self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
+        if self.world > 1:  # only once a reduction is done has every rank said which parameters had a gradient
+            self.watched |= {e.src for e in graph.edges if graph[e.dst].kind is OpKind.GPU_UPDATE}
         self.watched |= {self.last_compute, "epilogue", *self.ends}
 
     def task(self, op: Op) -> Task:
@@ -68,8 +70,9 @@ class Interpreter:
         """Test mode: device memory that nothing reads any more once `op` has: weights whole, gradients by chunk."""
         out = []
         for ref in op.reads:
-            if ref.value[:2] == "W." and op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
-                out.append(self.machine.buffers[ref.place])
+            if ref.value[:2] == "W." and not ref.persistent:
+                if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
+                    out.append(self.machine.buffers[ref.place])
             elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None:
                 out.append(self.device(ref))
         return out
@@ -248,5 +251,23 @@ class Interpreter:
                 return  # on every rank alike; `run` raises it, and the weights stay as they are
             update(group, lo, hi, step)
             step.count("cpu_update", hi - lo)
+
+        return task
+
+    def gpu_update(self, op: Op) -> Task:
+        gradient, (lo, hi), weights = op.reads[0], self.span(op.writes[0]), self.device(op.writes[1])
+        source, update, group = self.device(gradient), self.machine.update_resident, op.layer
+        last = op is self.graph.on(Stream.UPDATE)[-1]
+        reduced = next((o.name for o in self.graph.ops if gradient in o.writes), None) if self.world > 1 else None
+
+        def task(step: Step) -> None:
+            if not math.isfinite(step.global_loss()):
+                return  # as in `cpu_update`; the stream's thread waits for the loss, the GPU's goes on
+            if reduced is not None:
+                step.tickets[reduced].wait_done()
+            update(group, lo, hi, source, weights, step)
+            step.count("gpu_update", hi - lo)
+            if last and self.machine.resident:
+                step.nonfinite = self.machine.resident.adam.flags()
 
         return task

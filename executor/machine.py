@@ -3,6 +3,7 @@
     Machine   built once per plan from the first specialisation's graph; shared by all of them
       Backend, Streams    where ops run (backend.py, cuda.py, streams.py)
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
+      ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Failure             what waits look at, and which error is raised (failure.py)
       Interpreter         one per graph and specialisation, made before its first step
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracer import Trace
-from slidedp.executor.adam import CpuAdam, NonFiniteGradient
+from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
 from slidedp.executor.buffers import Buffers
@@ -33,7 +35,8 @@ from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
-from slidedp.executor.kernels import HostKernels
+from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.resident import ResidentState, ServiceWords
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
 from slidedp.executor.streams import Aborted, Ticket
@@ -42,8 +45,10 @@ from slidedp.executor.words import PeerError
 Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
 
-DRAINED = 0
-"""Word that a rank publishes when a step has nothing left to do on it."""
+DRAINED, ASKED, SHOWN = range(3)
+"""Words that a rank publishes: a step has nothing left to do on it; it wants, and it has made, resident masters current."""
+
+FIRST_OP_WORD = 3
 
 
 def update_threads(device: torch.device, world_size: int) -> int:
@@ -87,30 +92,34 @@ class Machine:
         self.num_steps = self.num_turns = 0
         self.steps_before = 0  # training steps of the checkpoint that was resumed, less those of this machine until then
         self.last_published: dict[str, int] = {}
-        self.exposed = False
-        self.word_of = {name: 1 + i for i, name in enumerate(dict.fromkeys(e.src for e in graph.edges if e.all_ranks))}
+        self.exposed = self.changed = False
+        heard = dict.fromkeys(e.src for e in graph.edges if e.all_ranks)
+        self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
         self.compute_end_s = 0.0
         self.closed = False
+        self.resident: ResidentState | None = None
         if self.world_size > 1:
             share_buffers(model, collectives)
         self.binding = Binding(model, layers.groups)  # before anything is allocated: it may refuse the model
         self.backend: Backend = open_backend(device)
-        self.state = HostState(layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
-                               grad_dtype=grad_dtype, num_words=1 + len(self.word_of), exchange=collectives.exchange_ints,
-                               barrier=collectives.barrier, host_budget=host_budget)
+        self.state = HostState(
+            layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
+            grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + len(self.word_of), exchange=collectives.exchange_ints,
+            barrier=collectives.barrier, host_budget=host_budget)
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words)
         try:
-            self.start(layers, graph, compute_dtype, grad_dtype)
+            self.start(layers, graph, decisions, compute_dtype, grad_dtype)
         except BaseException as e:
             self.abandon(e)
             self.close()
             raise
 
-    def start(self, layers: LayerGraph, graph: OpGraph, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    def start(self, layers: LayerGraph, graph: OpGraph, decisions: Decisions, compute_dtype: torch.dtype,
+              grad_dtype: torch.dtype) -> None:
         """Load the weights, and allocate all that a step needs, so that no step has to."""
         self.binding.adopt(self.state)
         for buffer in self.state.dma_buffers():
@@ -120,6 +129,10 @@ class Machine:
         self.adam = CpuAdam(self.state, layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
         self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
         self.buffers = Buffers(graph, self.backend, self.binding, compute_dtype, grad_dtype)
+        self.resident = ResidentState(
+            layers, decisions, self.state, self.buffers, self.backend, self.adam, ServiceWords(DRAINED, ASKED, SHOWN),
+            exact=kernel == Kernel.TORCH, on_failure=self.failure.stop)
+        self.resident.upload()
         chunks = [op.chunk.bounds(graph.group_by_name[op.layer], self.world_size) for op in graph
                   if op.kind is OpKind.REDUCE and op.chunk]
         if chunks:
@@ -171,14 +184,20 @@ class Machine:
 
     def update(self, group: str, lo: int, hi: int, step: Step) -> None:
         """AdamW on this rank's part of a returned gradient chunk."""
-        first, last = self.param_span(group)
-        try:
-            self.adam.update(group, lo, hi, step.number, self.words.any_present(step.number, first, last))
-        except NonFiniteGradient as e:
-            e.add_note(f"step {step.number}: updated before this was seen: {', '.join(sorted(step.updated)) or 'nothing'}; "
-                       "the weights of those layers have moved: start again from saved weights, with a lower learning rate")
-            raise
+        with step.says_what_moved():
+            self.adam.update(group, lo, hi, step.number, self.present(group, step))
         step.updated.add(group)
+
+    def update_resident(self, group: str, lo: int, hi: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
+        """The same in HBM, issued to the device."""
+        assert self.resident is not None
+        with step.says_what_moved():
+            self.resident.update(group, lo, hi, gradient, weights, step.number, self.present(group, step))
+        step.updated.add(group)
+
+    def present(self, group: str, step: Step) -> np.ndarray:
+        """Which of the group's trainable parameters have had a gradient on any rank."""
+        return self.words.any_present(step.number, *self.param_span(group))
 
     def param_span(self, group: str) -> tuple[int, int]:
         """Presence flags of the group's trainable parameters, which come first in it."""
@@ -218,6 +237,8 @@ class Machine:
             self.synchronize()  # edges from the step before name its ops
         previous = self.in_flight.tickets if self.in_flight else {}
         self.in_flight = step
+        if step.training and self.resident:
+            self.resident.newest = step.turn
         step.op_names = interpreter.op_names
         try:
             interpreter.run(step, previous)
@@ -259,6 +280,9 @@ class Machine:
                 last = left == 0
             if last:
                 step.release()
+                if step.nonfinite is not None and self.resident:
+                    with step.says_what_moved():
+                        self.resident.adam.require_finite(step.nonfinite, step.number)
                 if self.streams.error is None:
                     self.words.publish(DRAINED, step.turn)
 
@@ -303,11 +327,19 @@ class Machine:
 
     def expose_model(self) -> None:
         """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
+        if self.resident:
+            try:
+                self.resident.show(self.failure.check)
+            except (PeerError, Aborted) as e:
+                raise self.failure.cause(e) from e
         self.binding.restore()
         self.exposed = True
 
     def take_back_model(self) -> None:
-        """What the user may have written into the masters (``load_state_dict``) is in the shadow too from here on."""
+        """What the user may have written into the masters (``load_state_dict``) is in the shadow too from here on.
+
+        Resident state follows with :meth:`refresh`, on all ranks.
+        """
         if self.exposed:
             if moved := self.binding.moved():
                 self.binding.release(self.state.master, force=True)
@@ -317,7 +349,14 @@ class Machine:
                 )
             for group, shadow in self.state.shadow.items():
                 self.casting.cast(self.state.master[group], shadow)
-            self.exposed = False
+            self.exposed, self.changed = False, True
+
+    def refresh(self) -> None:
+        """What a rank (`changed`) may have written into masters is in HBM too from here on. On all ranks, none in a step."""
+        if self.resident:
+            self.synchronize()
+            self.resident.upload()
+        self.changed = False
 
     def abandon(self, error: BaseException) -> None:
         """The user leaves because of `error`: the others are told, and nothing is waited for."""
@@ -335,11 +374,15 @@ class Machine:
         try:
             if self.streams.error is None:
                 self.synchronize()
+                if self.resident:
+                    self.resident.show(self.failure.check)
         finally:
             healthy = self.streams.error is None
             self.streams.close()
             self.backend.drain()  # a copy may still be under way, into memory that is about to go
             self.closed = True
+            if self.resident:
+                self.resident.close(rescue=not healthy)
             self.binding.restore()
             self.backend.close()
             if healthy:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+
+from slidedp.executor.adam import NonFiniteGradient
 
 if TYPE_CHECKING:
     from slidedp.executor.machine import Machine
@@ -44,6 +47,8 @@ class Step:
     epilogue: Ticket = None  # type: ignore[assignment]  # once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
+    nonfinite: torch.Tensor | None = None
+    """Which parameters in HBM had a gradient that was not finite; to be read once the step's last update is done."""
     _loss: torch.Tensor | None = None
     _global_loss: float | None = None
 
@@ -93,6 +98,16 @@ class Step:
                 f"step {self.number}: the loss is {self.global_loss()}; nothing has been updated, and the plan goes on. "
                 "Skip this batch, or lower the learning rate if it is not the batch"
             )
+
+    @contextmanager
+    def says_what_moved(self) -> Iterator[None]:
+        """Adds to a NonFiniteGradient what had been updated by then."""
+        try:
+            yield
+        except NonFiniteGradient as e:
+            e.add_note(f"step {self.number}: updated before this was seen: {', '.join(sorted(self.updated)) or 'nothing'}; "
+                       "the weights of those layers have moved: start again from saved weights, with a lower learning rate")
+            raise
 
     def mark_present(self, present: Mapping[str, bool] | None) -> None:
         """Which parameters (by name) got a gradient from this rank this step."""

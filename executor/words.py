@@ -138,6 +138,15 @@ class Words:
         """True once every rank has published `step` or a later one (acquire). Words start at 0."""
         return self._load_min(self._words[word]) >= step
 
+    def own(self, word: int) -> int:
+        """The step of `word` that this rank has published last."""
+        return int(self._words[word][self.rank])
+
+    def highest(self, word: int) -> int:
+        """The latest step of `word` that any rank has published (acquire)."""
+        cells = self._words[word]
+        return max(self._load_min(cells[rank : rank + 1]) for rank in range(self.world_size))
+
     def wait(self, word: int, step: int, check: Check | None = None) -> None:
         """Returns when `reached`. Raises what `check` raises, and PeerError when any rank has aborted or closed its plan."""
         self._poll(lambda: self.reached(word, step), check)

@@ -41,5 +41,5 @@ def insert_after(ops: Iterable[Op], after: Mapping[str, Iterable[Op]]) -> tuple[
 
 
 def weights(use: str, group: str) -> str:
-    """Value name of delivered weights; `use` is fwd, bwd or step."""
+    """Value name of weights in HBM; `use` is fwd, bwd, step or resident."""
     return f"W.{use}.{group}"

@@ -12,6 +12,7 @@ from typing import ClassVar
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import Group, Stage, StageKind
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.residency import is_resident, is_windowed
 from slidedp.passes.base import Pass, weights
 
 
@@ -43,7 +44,12 @@ class Compute(Pass):
         return [self.layers.group(name) for name in stage.groups]
 
     def weight_refs(self, stage: Stage, use: str) -> tuple[Ref, ...]:
-        return tuple(Ref(weights(use if self.layers.streams(g) else "step", g.name)) for g in self.groups(stage))
+        return tuple(Ref(weights(self.use_of(g, use), g.name)) for g in self.groups(stage))
+
+    def use_of(self, group: Group, use: str) -> str:
+        if is_windowed(self.layers, self.decisions, group):
+            return use
+        return "resident" if is_resident(group, self.decisions.of(group.name)) else "step"
 
     def gradient_refs(self, stage: Stage) -> tuple[Ref, ...]:
         return tuple(Ref(f"G.{g.name}", version=1) for g in self.groups(stage) if g.trainable)

@@ -1,5 +1,7 @@
 """Inserts what brings weights to the GPU: cast (or shadow) -> host-to-device copy -> all-gather, chunk by chunk.
 
+Resident weights need none of it: they are there when the step begins.
+
 A delivery is issued as soon as its slot is free: behind the last reader of what the slot held before. On several ranks
 the route `sharded` copies 1/N of each chunk to each GPU and gathers the rest over the GPU links.
 """
@@ -19,7 +21,7 @@ from slidedp.passes.base import Pass, insert_after
 
 @dataclass(frozen=True)
 class Delivery(Pass):
-    """Every `W` that a compute op reads is written by transfers that are issued when its slot is free."""
+    """Every `W` that a compute op reads, but for resident ones, is written by transfers, issued when its slot is free."""
 
     name: ClassVar[str] = "delivery"
     requires: ClassVar[frozenset[str]] = frozenset({"slots"})
@@ -35,7 +37,7 @@ class Delivery(Pass):
     def anchors(self, graph: OpGraph) -> dict[Ref, str]:
         """Weights in order of first use -> the compute op behind which they are issued ('' = at the step's start).
 
-        A shared group has no predecessor in its buffer and could always be issued first; it goes with the layer before
+        A held group has no predecessor in its buffer and could always be issued first; it goes with the layer before
         it, so that it does not hold up what is needed sooner.
         """
         last_read: dict[str, str] = {}
@@ -46,7 +48,7 @@ class Delivery(Pass):
         previous = ""
         for op in graph.ops:
             for ref in op.reads:
-                if ref.value.startswith("W.") and ref not in anchors:
+                if ref.value.startswith("W.") and not ref.persistent and ref not in anchors:
                     if not ref.place.startswith("held."):
                         previous = last_read[occupant[ref.place]] if ref.place in occupant else ""
                         occupant[ref.place] = ref.value

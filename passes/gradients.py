@@ -1,6 +1,7 @@
 """Inserts what takes gradients home: reduction between the GPUs and one copy back, or copies back and a host reduction.
 
 Both routes sum the ranks' gradients in rank order in FP32 and round once, so they give the same bits for any chunking.
+Gradients of resident groups are summed on the GPUs and stay there.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar
 
-from slidedp.compiler.decisions import Reduction
-from slidedp.compiler.layergraph import Group, cut_chunks
+from slidedp.compiler.decisions import Decisions, Reduction
+from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import largest_reduced
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
+from slidedp.compiler.residency import is_resident
 from slidedp.passes.base import Pass, insert_after
+
+
+def chunks_of_return(layers: LayerGraph, decisions: Decisions, group: Group) -> list[Chunk]:
+    """How a group's gradient is cut."""
+    num = len(cut_chunks(group.num_trainable, decisions.of(group.name).return_chunks, layers.world_size))
+    return [Chunk(c, num, trainable=True) for c in range(num)]
 
 
 @dataclass(frozen=True)
 class Gradients(Pass):
-    """Every gradient, once its last contribution is there, ends as this rank's part of `H` in host memory."""
+    """Every gradient, once its last contribution is there, ends as this rank's part of `H` in host memory, or reduced in HBM."""
 
     name: ClassVar[str] = "gradients"
     requires: ClassVar[frozenset[str]] = frozenset({"slots"})
@@ -34,16 +42,13 @@ class Gradients(Pass):
             after.setdefault(producer, []).extend(self.take_home(gradient, reduced))
         return graph.with_(ops=insert_after(graph.ops, after), slots=graph.slots + self.reduce_buffers())
 
-    def chunks(self, group: Group) -> list[Chunk]:
-        num = len(cut_chunks(group.num_trainable, self.decisions.of(group.name).return_chunks, self.layers.world_size))
-        return [Chunk(c, num, trainable=True) for c in range(num)]
-
     def take_home(self, gradient: Ref, reduced: count[int]) -> list[Op]:
         group, world = self.layers.group(gradient.group), self.layers.world_size
-        on_host = self.decisions.of(group.name).reduction is Reduction.CPU and world > 1
+        resident = is_resident(group, self.decisions.of(group.name))
+        on_host = self.decisions.of(group.name).reduction is Reduction.CPU and world > 1 and not resident
         size = self.layers.grad_itemsize
         ops = []
-        for chunk in self.chunks(group):
+        for chunk in chunks_of_return(self.layers, self.decisions, group):
             lo, hi = chunk.bounds(group, world)
             suffix, share = f"{group.name}.c{chunk.index}", (hi - lo) // world
             whole = Ref(gradient.value, gradient.version, chunk, Scope.ALL, gradient.place)
@@ -60,7 +65,8 @@ class Gradients(Pass):
                 source = Ref(f"R.{group.name}", 0, chunk, Scope.OWN, f"red[{next(reduced) % self.decisions.reduce_slots}]")
                 ops.append(Op(f"reduce.{suffix}", OpKind.REDUCE, Stream.COMM, group.name, chunk, (whole,), (source,),
                                 bytes=share * size * (world - 1)))
-            ops.append(Op(f"d2h.{suffix}", OpKind.D2H, Stream.D2H, group.name, chunk, (source,), (home,), bytes=share * size))
+            if not resident:
+                ops.append(Op(f"d2h.{suffix}", OpKind.D2H, Stream.D2H, group.name, chunk, (source,), (home,), bytes=share * size))
         return ops
 
     def reduce_buffers(self) -> tuple[Slot, ...]:

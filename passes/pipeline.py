@@ -1,6 +1,6 @@
 """The pipeline: LayerGraph and decisions in, verified OpGraph out. One place that dumps, times and verifies.
 
-    compute -> slots -> delivery -> gradients -> updates -> dependences -> prune -> (verify)
+    compute -> slots -> delivery -> gradients -> updates -> residency -> dependences -> prune -> (verify)
 
 Gradients come after deliveries because both are inserted right behind a backward: a reduction must not queue behind the
 delivery of a layer that is needed later.
@@ -19,11 +19,12 @@ from slidedp.passes.delivery import Delivery
 from slidedp.passes.dependences import Dependences
 from slidedp.passes.gradients import Gradients
 from slidedp.passes.prune import Prune
+from slidedp.passes.residency import ResidentUpdates
 from slidedp.passes.slots import Slots
 from slidedp.passes.updates import Updates
 from slidedp.passes.verify import verify
 
-PIPELINE: tuple[type[Pass], ...] = (Compute, Slots, Delivery, Gradients, Updates, Dependences, Prune)
+PIPELINE: tuple[type[Pass], ...] = (Compute, Slots, Delivery, Gradients, Updates, ResidentUpdates, Dependences, Prune)
 
 
 def lower(

@@ -1,6 +1,8 @@
-"""Places weights and gradients in HBM: a bounded window of slots for layers, a buffer of their own for shared groups.
+"""Places weights and gradients in HBM: a bounded window of slots for layers, a buffer of their own for what is held.
 
-A use takes the slot that has been free for longest, so deliveries are issued in the order in which the GPU needs them.
+Held are groups of several stages, and those that the decisions keep in HBM; their gradients still go through the gradient
+slots if they are one layer's own. A use takes the slot that has been free for longest, so deliveries are issued in the
+order in which the GPU needs them.
 Layers still in the window when the forward ends stay there for their backward: they are not delivered twice.
 """
 
@@ -12,6 +14,7 @@ from typing import ClassVar
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.memory import num_window_slots
 from slidedp.compiler.ops import Op, OpGraph, Ref, Slot
+from slidedp.compiler.residency import held_groups, is_windowed, resident_groups, state_bytes, windowed_groups
 from slidedp.passes.base import Pass, weights
 
 
@@ -24,7 +27,7 @@ class Slots(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"slots"})
 
     def run(self, graph: OpGraph) -> OpGraph:
-        windowed = [g for g in self.layers.groups if self.layers.streams(g)]
+        windowed = windowed_groups(self.layers, self.decisions)
         kept = self.kept_at_the_turn(windowed)
         ops = [replace(op, reads=tuple(self.rename(ref, kept) for ref in op.reads)) for op in graph.ops]
         place = self.weight_places(ops) | self.gradient_places(ops)
@@ -53,7 +56,7 @@ class Slots(Pass):
             for ref in op.reads:
                 if not ref.value.startswith("W.") or ref.value in place:
                     continue
-                if self.layers.streams(self.layers.group(ref.group)):
+                if is_windowed(self.layers, self.decisions, self.layers.group(ref.group)):
                     k = min(range(len(free_at)), key=lambda s: (free_at[s], s))
                     place[ref.value], free_at[k] = f"w[{k}]", last_read[ref.value]
                 else:
@@ -78,13 +81,16 @@ class Slots(Pass):
         out = []
         if windowed:
             out.append(Slot("w", self.num_slots, size * max(g.numel for g in windowed)))
-            if self.training and (largest := max(g.num_trainable for g in windowed)):
-                out.append(Slot("g", self.decisions.grad_slots, grad_size * largest))
-        for g in self.layers.groups:
-            if g.uses and not self.layers.streams(g):
-                out.append(Slot(f"held.{g.name}", 1, size * g.numel))
-                if self.training and g.trainable:
-                    out.append(Slot(f"gheld.{g.name}", 1, grad_size * g.num_trainable))
+        own = [g.num_trainable for g in self.layers.groups if self.layers.streams(g)]
+        if self.training and (largest := max(own, default=0)):
+            out.append(Slot("g", self.decisions.grad_slots, grad_size * largest))
+        for g in held_groups(self.layers, self.decisions):
+            out.append(Slot(f"held.{g.name}", 1, size * g.numel))
+            if self.training and g.trainable and not self.layers.streams(g):
+                out.append(Slot(f"gheld.{g.name}", 1, grad_size * g.num_trainable))
+        if self.training:
+            resident = [g for g in resident_groups(self.layers, self.decisions) if g.trainable]
+            out += [Slot(f"state.{g.name}", 1, state_bytes(g, self.layers.world_size)) for g in resident]
         return tuple(out)
 
 

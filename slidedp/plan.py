@@ -126,10 +126,12 @@ class Plan:
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr)])
+        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr), int(machine.changed)])
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
+        if any(changed for _, _, _, _, _, changed, *_ in posted):
+            machine.refresh()
         total = sum(valid for _, valid, *_ in posted)
         step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0][4])
@@ -143,7 +145,7 @@ class Plan:
         """A further specialisation: this rank's business alone, for groups and decisions are settled."""
         assert self._machine is not None
         self._machine.synchronize()
-        self._machine.expose_model()
+        self._machine.binding.restore()
         with torch.inference_mode(False):
             draft = self._planner.draft(batch)
         return self._planner.finish(draft, draft.decisions)

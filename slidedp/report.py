@@ -21,6 +21,7 @@ HEADINGS = ("delivery", "source", "chunks", "reduction", "chunks", "activations"
 
 BOUND_BY = {
     Stream.GPU: "compute", Stream.H2D: "copies to the device", Stream.D2H: "copies from the device", Stream.COMM: "collectives",
+    Stream.UPDATE: "the update on the device",
     Stream.CAST: "casts", Stream.HOST: "sums on the host", Stream.CPU: "the update",
 }  # fmt: skip
 

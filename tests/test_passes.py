@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source, StateHome
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
 from slidedp.compiler.ops import OpGraph, OpKind, Stream
 from slidedp.compiler.text import parse_graph, print_graph
@@ -37,18 +37,19 @@ CASES = {
     "one_rank_shadow": (tiny(3, 1), dict(delivery_chunks=2, return_chunks=1)),
     "sharded_cast": (tiny(2, 2), dict(delivery=Route.SHARDED, source=Source.CAST, delivery_chunks=2, return_chunks=2)),
     "replicated_host_reduce": (tiny(2, 2), dict(reduction=Reduction.CPU, delivery_chunks=1, return_chunks=2)),
+    "resident": (tiny(2, 2), dict(state=StateHome.HBM, return_chunks=2)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden(case, golden):
-    """One file a case: the graph after each pass. Each pass is run on the *parsed text* of the one before it."""
+    """One file a case: the graph after each pass that changes it. Each is run on the *parsed text* of the one before it."""
     layers, decision = CASES[case]
     decisions = uniform(layers, **decision)
     graph, parts = OpGraph(), []
     for cls in PIPELINE:
-        graph = parse_graph(print_graph(cls(layers, decisions).run(graph)))
-        parts.append(f"---- after {cls.name}\n{print_graph(graph)}")
+        before, graph = graph, parse_graph(print_graph(cls(layers, decisions).run(graph)))
+        parts += [f"---- after {cls.name}\n{print_graph(graph)}"] * (graph != before)
     assert check(graph) == ()
     golden(f"passes_{case}.txt", "\n".join(parts))
 

@@ -124,14 +124,25 @@ def state_of(plan: slidedp.Plan) -> Trained:
     plan.synchronize()
     machine = plan._machine
     parts: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}, "grad": {}}
-    for buffer, into in parts.items():
-        for group in machine.state.groups.values():
-            if group.trainable:
-                trainable = [p for p in group.params if p.trainable]
-                for p, view in zip(trainable, machine.state.views(buffer, group.name), strict=True):
-                    into[p.name] = view.clone()
+    for group in machine.state.groups.values():
+        trainable = [p for p in group.params if p.trainable]
+        resident = group.name in machine.resident.groups
+        for buffer, flat in moments(machine, group).items() if resident else ():
+            parts[buffer] |= {p.name: shaped(flat, p) for p in trainable}
+        for buffer, into in parts.items() if group.trainable and not resident else ():
+            for p, view in zip(trainable, machine.state.views(buffer, group.name), strict=True):
+                into[p.name] = view.clone()
     params = {n: p.detach().clone() for n, p in plan.model.named_parameters()}
     return Trained([], params, parts["exp_avg"], parts["exp_avg_sq"], [parts["grad"]])
+
+
+def moments(machine: Any, group: Any) -> dict[str, Tensor]:
+    """Flat moments of a resident group, of all ranks: each adds its part to zeros. Collective."""
+    flat = {name: torch.zeros(group.num_trainable) for name in ("exp_avg", "exp_avg_sq")}
+    machine.resident.read_moments(group.name, *flat.values())
+    for tensor in flat.values() if machine.world_size > 1 else ():
+        torch.distributed.all_reduce(tensor)
+    return flat
 
 
 def log_gradients(plan: slidedp.Plan) -> list[dict[str, Tensor]]:

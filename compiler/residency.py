@@ -1,0 +1,41 @@
+"""What stays in HBM beyond the window of weight slots: weights held through a step, and optimizer state that lives there.
+
+Asked by memory.py, the passes and the executor alike, so that a plan's sizes, ops and buffers agree.
+"""
+
+from __future__ import annotations
+
+from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, StateHome
+from slidedp.compiler.layergraph import Group, LayerGraph
+
+STATE_BYTES = 12
+"""Of a trainable element: FP32 master and two moments."""
+
+
+def is_resident(group: Group, decision: GroupDecision) -> bool:
+    """True if the group's state, and with it its weights, lives in HBM. What no stage uses stays on the host."""
+    return decision.state is StateHome.HBM and bool(group.uses)
+
+
+def is_windowed(layers: LayerGraph, decisions: Decisions, group: Group) -> bool:
+    """True if the group is delivered through the window of weight slots: a layer's own that nothing keeps in HBM."""
+    decision = decisions.of(group.name)
+    return layers.streams(group) and decision.weights is Residence.STREAM and not is_resident(group, decision)
+
+
+def windowed_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
+    return [g for g in layers.groups if is_windowed(layers, decisions, g)]
+
+
+def held_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
+    """Groups with a weight buffer of their own: delivered once a step, or resident."""
+    return [g for g in layers.groups if g.uses and not is_windowed(layers, decisions, g)]
+
+
+def resident_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
+    return [g for g in layers.groups if is_resident(g, decisions.of(g.name))]
+
+
+def state_bytes(group: Group, world_size: int) -> int:
+    """HBM that one rank's part of a resident group's state takes."""
+    return STATE_BYTES * group.num_trainable // world_size

@@ -1,0 +1,180 @@
+"""Optimizer state that lives in HBM: this rank's part of it, updated there, and copied from and to the host's masters.
+
+    upload()    the host's masters -> this rank's part of the state, and the weights (all of each group)
+    update()    one chunk of this rank's part, by gpu_adam.py
+    show()      every rank's part -> the host's masters, which the user's parameters are views of
+
+The host keeps the masters' memory, for `plan.model` and for whoever saves it, but they are current only after `show`, until the
+next step. The moments are in HBM alone; `read_moments` and `write_moments` copy this rank's part of them.
+
+On several ranks one of them may look at the model while the others go on with something else, as ``if rank == 0: save()`` does.
+So a thread of each rank answers: rank 0 asks through a word in shared memory, every rank copies its part once its own steps
+are done, and says so through another. A rank that asks is not in a step, and so no step of another can begin meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks, shard
+from slidedp.compiler.memory import largest_update
+from slidedp.compiler.residency import resident_groups
+from slidedp.executor.adam import CpuAdam
+from slidedp.executor.backend import Backend
+from slidedp.executor.buffers import Buffers
+from slidedp.executor.gpu_adam import DeviceState, GpuAdam
+from slidedp.executor.host_state import HostState
+
+if TYPE_CHECKING:
+    from slidedp.executor.words import Check
+
+LOOK_S = 0.01
+"""How often a rank looks whether another has asked for its part."""
+
+_PIECE = 1 << 24
+"""Elements of FP32 masters that are on their way to the weights at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceWords:
+    """Words of the control segment: the last turn that a rank has drained, been asked for, and shown."""
+
+    drained: int
+    asked: int
+    shown: int
+
+
+class ResidentState:
+    """The resident groups of one rank. `buffers` have their slots; made once a plan, before the first step.
+
+    `exact`: update with torch's own operations (gpu_adam.py). `on_failure`: called from the answering thread.
+    """
+
+    def __init__(self, layers: LayerGraph, decisions: Decisions, host: HostState, buffers: Buffers, backend: Backend,
+                 adam: CpuAdam, words: ServiceWords, *, exact: bool, on_failure: Callable[[BaseException], object]) -> None:
+        self.groups = {g.name: g for g in resident_groups(layers, decisions)}
+        self._host, self._backend, self._words, self._on_failure = host, backend, words, on_failure
+        self._weights = {name: buffers[f"held.{name}"] for name in self.groups}
+        self._num_chunks = {name: decisions.of(name).return_chunks for name in self.groups}
+        trained = [name for name, g in self.groups.items() if g.trainable]
+        self._states = {name: DeviceState(*buffers[f"state.{name}"].view(3, -1)) for name in trained}
+        params = {name: [p.name for p in g.params if p.trainable] for name, g in self.groups.items()}
+        workspace = 0 if layers.grad_dtype == "float32" else largest_update(layers, decisions)
+        self.adam = GpuAdam(adam, self._states, params, backend, exact=exact, workspace=workspace)
+        self.newest = 0
+        """Turn of the last step that updates: what the masters have to be shown of."""
+        self._shown = 0
+        self._uploaded = False
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if host.world_size > 1 and self.groups:
+            self._thread = threading.Thread(target=self._answer, name="slidedp-resident", daemon=True)
+            self._thread.start()
+
+    # ---- updates ----
+
+    def update(self, group: str, lo: int, hi: int, gradient: Tensor, weights: Tensor, step: int,
+               present: np.ndarray | None) -> None:
+        """AdamW on this rank's part ``[lo, hi)`` of a chunk. Raises as :meth:`GpuAdam.update`."""
+        local = (lo - self._host.rank * (hi - lo)) // self._host.world_size  # where its chunk starts, of all that ranks share
+        self.adam.update(group, lo, hi, local, gradient, weights, step, present)
+
+    # ---- copies ----
+
+    def _parts(self, group: Group) -> Iterator[tuple[slice, slice]]:
+        """This rank's parts of the group's chunks: where in the group's layout, and where in the state."""
+        world = self._host.world_size
+        for lo, hi in cut_chunks(group.num_trainable, self._num_chunks[group.name], world):
+            yield slice(*shard(lo, hi, self._host.rank, world)), slice(lo // world, hi // world)
+
+    @torch.no_grad()
+    def upload(self) -> None:
+        """The masters as they are on the host count from here on. Nothing may be in flight; on all ranks alike."""
+        for name, group in self.groups.items():
+            master, weights = self._host.master[name], self._weights[name]
+            for lo in range(0, group.numel, _PIECE):
+                piece = torch.empty(min(_PIECE, group.numel - lo), dtype=torch.float32, device=weights.device)
+                self._backend.copy(piece, master[lo : lo + piece.numel()])
+                weights[lo : lo + piece.numel()].copy_(piece)
+            for on_host, here in self._parts(group):
+                self._backend.copy(self._states[name].master[here], master[on_host])
+        self._backend.fence_caller()
+        self._uploaded = True
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """This rank's part of the masters, to the host."""
+        for name, group in self.groups.items():
+            for on_host, here in self._parts(group):
+                self._backend.copy(self._host.master[name][on_host], self._states[name].master[here])
+        self._backend.fence_caller()
+
+    @torch.no_grad()
+    def read_moments(self, group: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Copies this rank's part of the moments into flat FP32 host tensors in the host's layout, ``[num_trainable]``."""
+        for on_host, here in self._parts(self.groups[group]):
+            self._backend.copy(exp_avg[on_host], self._states[group].exp_avg[here])
+            self._backend.copy(exp_avg_sq[on_host], self._states[group].exp_avg_sq[here])
+        self._backend.fence_caller()
+
+    @torch.no_grad()
+    def write_moments(self, group: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """The reverse of :meth:`read_moments`."""
+        for on_host, here in self._parts(self.groups[group]):
+            self._backend.copy(self._states[group].exp_avg[here], exp_avg[on_host])
+            self._backend.copy(self._states[group].exp_avg_sq[here], exp_avg_sq[on_host])
+        self._backend.fence_caller()
+
+    # ---- the host's masters, current ----
+
+    def show(self, check: Check) -> None:
+        """Every rank's part of the masters, as of the last step, is on the host. The steps must be drained on all ranks.
+
+        Any one rank may call it. Raises what `check` raises and PeerError, if another rank fails meanwhile.
+        """
+        turn = self.newest
+        if not self.groups or self._shown == turn:
+            return
+        if self._thread is None:
+            self.write_back()
+        else:
+            self._host.words.publish(self._words.asked, turn)
+            self._host.words.wait(self._words.shown, turn, check)
+        self._shown = turn
+
+    def _answer(self) -> None:
+        """Of several ranks: the thread that copies this rank's part when any rank asks."""
+        words, done = self._host.words, 0
+        try:
+            if self._backend.device.type == "cuda":
+                torch.cuda.set_device(self._backend.device)
+            while not self._stopped.wait(LOOK_S):
+                turn = words.highest(self._words.asked)
+                if turn > done and words.own(self._words.drained) >= turn:
+                    self.write_back()
+                    words.publish(self._words.shown, turn)
+                    done = turn
+        except BaseException as e:
+            self._on_failure(e)
+
+    def close(self, *, rescue: bool) -> None:
+        """`rescue`: something has failed and nothing was shown: save what this rank has, if its device still answers."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        if rescue and self._uploaded and self.groups:
+            with suppress(Exception):
+                self.write_back()
+            if self._host.world_size > 1:
+                warnings.warn("slidedp: a rank failed; of weights whose state was in HBM, what other ranks held may be as of "
+                              "the last synchronize", stacklevel=2)
