@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import check_budgets, default_decisions
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph
+from slidedp.compiler.measured import MeasuredCosts, Measurement
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, simulate
@@ -32,7 +34,11 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What `slidedp.compile` was asked for, checked. Budgets in bytes."""
+    """What `slidedp.compile` was asked for, checked. Budgets in bytes.
+
+    `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
+    `update_threads`: of each rank, where they are known.
+    """
 
     hw: HardwareProfile
     compute_dtype: torch.dtype
@@ -45,10 +51,14 @@ class Settings:
     cost_model: CostModel | None = None
     hbm_budget: int | None = None
     host_budget: int | None = None
+    measure: bool | str = False
+    cache_dir: Path | None = None
+    update_threads: int | None = None
 
     @property
     def analytic(self) -> AnalyticCostModel:
-        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype])
+        threads = None if self.update_threads is None else self.update_threads * self.world_size
+        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype], threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +71,7 @@ class Specialisation:
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
+    measurement: Measurement = field(default_factory=Measurement)
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -74,8 +85,21 @@ class Specialisation:
 
     @cached_property
     def costs(self) -> ResolvedCosts:
-        """Of every op, from the user's cost model where it speaks, else analytic."""
-        return resolve(self.graph.ops, self.settings.hw, self.settings.analytic, self.settings.cost_model)
+        """Of every op, from the user's cost model where it speaks, else as measured, else analytic."""
+        return self.costs_of(self.graph)
+
+    def costs_of(self, graph: OpGraph) -> ResolvedCosts:
+        measured = MeasuredCosts.of(self.measurement, self.layers)
+        return resolve(graph.ops, self.settings.hw, self.settings.analytic, self.settings.cost_model, measured)
+
+    @cached_property
+    def default_step_us(self) -> int:
+        """The predicted step of what the default rule would have decided, under the same costs."""
+        defaults = decide(self.layers, self.settings)
+        if defaults == self.decisions:
+            return self.timeline.step_us
+        graph = lower(self.layers, defaults, hbm_budget=self.settings.hbm_budget)
+        return simulate(graph, self.costs_of(graph).duration_us).step_us
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -89,12 +113,11 @@ class Specialisation:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What one rank can do alone towards a specialisation: trace and decide."""
+    """What one rank can do alone towards a specialisation: trace. Then decide, from what was measured meanwhile."""
 
     key: tuple[Any, ...]
     trace: Trace
     layers: LayerGraph
-    decisions: Decisions
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
 
@@ -102,8 +125,8 @@ class Draft:
 class Planner:
     """Plans `model` under `settings`, one specialisation per shape, dtype, mode and guard values.
 
-    `find` looks up; `draft` and `finish` make a new one. Between the two, ranks agree: the first draft's decisions are
-    this rank's own opinion.
+    `find` looks up; `draft`, `decide` and `finish` make a new one. Between the first two, stages may be measured
+    (`measurement`); between the last two, ranks agree: the first decisions are this rank's own opinion.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -111,6 +134,7 @@ class Planner:
         self.groups: tuple[Group, ...] | None = None
         self.decisions: Decisions | None = None
         self.trainable: tuple[bool, ...] = ()
+        self.measurement = Measurement()
         self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
 
     def key(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -127,10 +151,10 @@ class Planner:
         return None
 
     def draft(self, batch: Mapping[str, Tensor]) -> Draft:
-        """Trace the model on `batch` and decide. The model must not be running.
+        """Trace the model on `batch`. The model must not be running.
 
         Raises:
-            TraceError: the model cannot be traced; ValueError: the batch, policy or budgets do not fit; both say why.
+            TraceError: the model cannot be traced; ValueError: the batch does not fit; both say why.
         """
         s = self.settings
         traced = trace(self.model, batch, loss_fn=s.loss_fn, layers=s.layers, world_size=s.world_size,
@@ -138,15 +162,21 @@ class Planner:
         layers = replace(traced.graph, grad_dtype=DTYPE_NAMES[s.grad_dtype])
         if not any(g.trainable for g in layers.groups):
             raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
-        decisions = self.decisions or decide(layers, s)
-        check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
-                      s.hw.host_bytes if s.host_budget is None else s.host_budget)
         shapes = {key: tuple(value.shape) for key, value in batch.items()}
-        return Draft(self.key(batch), traced, layers, decisions, traced.num_valid(batch), shapes)
+        return Draft(self.key(batch), traced, layers, traced.num_valid(batch), shapes)
+
+    def decide(self, draft: Draft) -> Decisions:
+        """The plan's decisions, made for the first draft. Raises ValueError where policy or budgets do not fit, saying why."""
+        s = self.settings
+        decisions = self.decisions or decide(draft.layers, s)
+        check_budgets(draft.layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
+                      s.hw.host_bytes if s.host_budget is None else s.host_budget)
+        return decisions
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
-        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
+        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings,
+                              self.measurement)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
