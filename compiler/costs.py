@@ -18,12 +18,10 @@ from typing import Protocol, runtime_checkable
 
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import ITEMSIZE
+from slidedp.compiler.measured import MEASURED, MeasuredCosts
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.strict import content_hash
-
-ADAM_BYTES_PER_PARAM = 28
-"""Host memory traffic of the update that `cpu_adam_gparams` is quoted for: FP32 master and two moments read and written
-(24), BF16 gradient read, BF16 shadow written."""
+from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM, MEASURED_TABLE, table_us
 
 
 @runtime_checkable
@@ -43,7 +41,8 @@ class CostModel(Protocol):
 class AnalyticCostModel:
     """Durations from a profile's rates, all ranks active at once and in step.
 
-    Host work of all ranks shares the host's rates: N ranks, each with its 1/N, take as long as one rank with all. As for
+    Host work of all ranks shares the host's rates: N ranks, each with its 1/N, take as long as one rank with all. A profile's
+    measured tables, where it has them, come before its rates; `update_threads` (of all ranks together) picks from them. As for
     what else an op shares, there are two answers:
 
     - by default a guess of what usually runs beside it, for whoever simulates no contention: deliveries for the backward
@@ -56,6 +55,7 @@ class AnalyticCostModel:
     world_size: int = 1
     compute_dtype: str = "bfloat16"
     alone: bool = False
+    update_threads: int | None = None
 
     def bytes(self, op: Op, hw: HardwareProfile) -> int:
         return op.bytes
@@ -64,6 +64,17 @@ class AnalyticCostModel:
         return math.ceil(self.exact_us(op, hw))
 
     def exact_us(self, op: Op, hw: HardwareProfile) -> float:
+        measured = self.measured_us(op, hw)
+        return self.rates_us(op, hw) if measured is None else measured
+
+    def source(self, op: Op, hw: HardwareProfile) -> str:
+        """Where the duration of `op` comes from: ``measured table`` or ``analytic``."""
+        return "analytic" if self.measured_us(op, hw) is None else MEASURED_TABLE
+
+    def measured_us(self, op: Op, hw: HardwareProfile) -> float | None:
+        return table_us(op, hw, self.world_size, self.compute_dtype, self.update_threads, self.single(hw))
+
+    def rates_us(self, op: Op, hw: HardwareProfile) -> float:
         match op.kind:
             case OpKind.H2D | OpKind.ACT_RELOAD:
                 return hw.link_latency_us + _us(op.bytes, self.h2d_gbps(op, hw))
@@ -105,7 +116,10 @@ class AnalyticCostModel:
 
 @dataclass(frozen=True)
 class ResolvedCosts:
-    """Microseconds, bytes and source (``user`` or ``analytic``) of every op of one graph. `name` and `hash`: the model's."""
+    """Microseconds, bytes and source of every op of one graph. `name` and `hash`: the model's.
+
+    Sources: ``user``, ``measured`` (a stage on this machine), ``measured table`` (of the profile), ``analytic``.
+    """
 
     name: str
     hash: str
@@ -122,27 +136,35 @@ class ResolvedCosts:
 
 
 def resolve(
-    ops: Iterable[Op], hw: HardwareProfile, analytic: AnalyticCostModel, user: CostModel | None = None
+    ops: Iterable[Op],
+    hw: HardwareProfile,
+    analytic: AnalyticCostModel,
+    user: CostModel | None = None,
+    measured: MeasuredCosts | None = None,
 ) -> ResolvedCosts:
-    """Costs of `ops` from `user`, and from `analytic` where it is silent.
+    """Costs of `ops` from `user`, where it is silent as `measured`, and from `analytic` for the rest.
 
     Raises ValueError, naming class and op, for a model without the two methods and for a cost that is not a whole number
     of 0 or more.
     """
-    costs = WithFallback(analytic, user)
+    costs = WithFallback(analytic, user, measured)
     durations, num_bytes, sources = {}, {}, {}
     for op in ops:
         durations[op.name], sources[op.name] = costs.sourced_duration_us(op, hw)
         num_bytes[op.name] = costs.bytes(op, hw)
-    return ResolvedCosts(_name(user), _hash(user, hw), durations, num_bytes, sources)
+    name, identity = _name(user), _hash(user, hw)
+    if measured and measured.measurement:
+        name, identity = f"{name} with measured stages", content_hash([identity, measured.content_hash()])
+    return ResolvedCosts(name, identity, durations, num_bytes, sources)
 
 
 @dataclass(frozen=True, slots=True)
 class WithFallback:
-    """`user`'s costs, checked, where it knows them, `analytic`'s elsewhere; itself a CostModel. Raises as :func:`resolve`."""
+    """`user`'s costs, checked, then `measured` ones, then `analytic`'s; itself a CostModel. Raises as :func:`resolve`."""
 
     analytic: AnalyticCostModel
     user: CostModel | None = None
+    measured: MeasuredCosts | None = None
 
     def __post_init__(self) -> None:
         if self.user is not None:
@@ -150,7 +172,10 @@ class WithFallback:
 
     def sourced_duration_us(self, op: Op, hw: HardwareProfile) -> tuple[int, str]:
         cost = _ask(self.user, "duration_us", op, hw)
-        return (self.analytic.duration_us(op, hw), "analytic") if cost is None else (cost, "user")
+        if cost is not None:
+            return cost, "user"
+        cost = None if self.measured is None else self.measured.duration_us(op)
+        return (self.analytic.duration_us(op, hw), self.analytic.source(op, hw)) if cost is None else (cost, MEASURED)
 
     def duration_us(self, op: Op, hw: HardwareProfile) -> int:
         return self.sourced_duration_us(op, hw)[0]

@@ -7,13 +7,15 @@ second (`_gbps`), *achieved* figures of long transfers, not peaks. Built-in prof
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from slidedp.compiler.strict import as_float, as_int, as_mapping, as_str, check_keys, content_hash, load_yaml
+from slidedp.compiler.tables import Tables, read_tables
 from slidedp.compiler.units import parse_bytes
 
 
@@ -62,6 +64,12 @@ class HardwareProfile:
     """The same summed over all ranks casting at once."""
     host_task_us: float
     """Fixed cost of handing one task to a host worker."""
+    tables: Tables = field(default_factory=Tables)
+    """Rates by size, load and threads, of a measured profile: what the cost model reads where there are any."""
+
+    measure: ClassVar[Callable[..., HardwareProfile]]
+    """``HardwareProfile.measure()``: this machine's profile. Put in by ``slidedp.hardware``, as every import of the package
+    does: what measures needs a device, threads and ranks, of which nothing in compiler/ may know."""
 
     def __post_init__(self) -> None:
         for key in _RATES_ABOVE_ZERO:
@@ -94,9 +102,15 @@ class HardwareProfile:
     def from_dict(content: object, where: str = "hardware profile") -> HardwareProfile:
         mapping = as_mapping(content, where)
         types = {f.name: str(f.type) for f in fields(HardwareProfile)}
-        check_keys(mapping, list(types), where)
+        check_keys(mapping, list(types), where, required=[key for key in types if key != "tables"])
         values: dict[str, Any] = {}
+        try:
+            values["tables"] = read_tables(mapping.get("tables", {}), "tables")
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
         for key, kind in types.items():
+            if key == "tables":
+                continue
             at = f"{where}: {key}"
             if key.endswith("_bytes"):
                 values[key] = _size(mapping[key], at)
@@ -112,11 +126,18 @@ class HardwareProfile:
             raise ValueError(f"{where}: {e}") from e
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        tables = yaml.safe_dump({"tables": self.tables.to_content()}, sort_keys=False, default_flow_style=None, width=130)
+        scalars = {key: value for key, value in self._content().items() if key != "tables"}
+        return yaml.safe_dump(scalars, sort_keys=False) + (tables if self.tables else "")
 
     def content_hash(self) -> str:
         """Of every number and name in the profile: two profiles predict the same only if it is equal."""
-        return content_hash(asdict(self))
+        return content_hash(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        """Plain values by field; `tables` only where there are any, so that a profile without has the hash it always had."""
+        scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tables"}
+        return scalars | ({"tables": self.tables.to_content()} if self.tables else {})
 
     def tflops(self, compute_dtype: str) -> float:
         """Achieved 10^12 operations a second of one GPU in `compute_dtype` (``float32`` or ``bfloat16``)."""
@@ -125,7 +146,7 @@ class HardwareProfile:
 
 _MAY_BE_ZERO = ("gpu_launch_us", "link_latency_us", "gpu_link_gbps", "collective_latency_us", "host_task_us")
 _RATES_ABOVE_ZERO = tuple(
-    f.name for f in fields(HardwareProfile) if f.name not in ("name", "gpu_name", *_MAY_BE_ZERO)
+    f.name for f in fields(HardwareProfile) if f.name not in ("name", "gpu_name", "tables", *_MAY_BE_ZERO)
 )
 
 

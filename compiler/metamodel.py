@@ -127,6 +127,17 @@ def no_triton() -> Iterator[None]:
         triton.JITFunction.run = run
 
 
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Whatever the block does to attributes of `model`'s modules, and to containers that those hold, is undone at its end."""
+    saved = [_snapshot(m) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for snapshot in saved:
+            _restore(*snapshot)
+
+
 def _snapshot(m: nn.Module) -> tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]:
     attributes = dict(m.__dict__)
     containers = [v for v in attributes.values() if type(v) in _CONTAINERS]

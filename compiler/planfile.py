@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slidedp.compiler.costrecord import CostRecord, read_costs
 from slidedp.compiler.costs import ResolvedCosts
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.hardware import HardwareProfile
@@ -27,6 +28,7 @@ HEADER = """\
 """
 KEYS = ("format", "slidedp", "hardware", "cost_model", "world_size", "compute_dtype", "grad_dtype", "specialisation", "budgets",
         "plan", "decisions", "predictions", "ops", "model")
+OPTIONAL_KEYS = ("costs",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class PlanFile:
     model_hash: str
     params_hash: str = ""
     specialisation: dict[str, str | int] = field(default_factory=dict)
+    costs: CostRecord | None = None
+    """Where something was measured."""
 
     @property
     def world_size(self) -> int:
@@ -125,7 +129,8 @@ class PlanFile:
             "format": FORMAT, "slidedp": self.slidedp, "hardware": asdict(self.hardware), "cost_model": asdict(self.cost_model),
             "world_size": layers.world_size, "compute_dtype": layers.compute_dtype, "grad_dtype": layers.grad_dtype,
             "specialisation": self.specialisation, "budgets": asdict(self.budgets), **write_decisions(self.decisions),
-            "predictions": asdict(self.predictions), "ops": {"hash": self.ops_hash, "decisions_hash": self.decisions_hash},
+            "predictions": asdict(self.predictions), **({} if self.costs is None else {"costs": self.costs.to_content()}),
+            "ops": {"hash": self.ops_hash, "decisions_hash": self.decisions_hash},
             "model": identity | write_layers(layers),
         }  # fmt: skip
         return HEADER + to_text(content)
@@ -153,12 +158,14 @@ def make_planfile(
     budgets: Budgets,
     predictions: Predictions,
     specialisation: Mapping[str, str | int] | None = None,
+    cost_record: CostRecord | None = None,
 ) -> PlanFile:
     """A plan with its hashes. `version`: slidedp's."""
     predictions = replace(predictions, tokens_per_s=round(predictions.tokens_per_s, 1))
     return PlanFile(
         version, layers, Identity(hw.name, hw.content_hash()), Identity(costs.name, costs.hash), budgets, decisions, predictions,
         ops_hash(ops), decisions_hash(decisions), model_hash(layers), params_hash(layers), dict(specialisation or {}),
+        cost_record,
     )  # fmt: skip
 
 
@@ -210,7 +217,7 @@ def _from_content(content: object, where: str) -> PlanFile:
     top = as_mapping(content, where)
     if top.get("format", FORMAT) != FORMAT:
         raise ValueError(f"{where}: format: {top['format']!r} is not one that this version reads ({FORMAT}); plan anew")
-    check_keys(top, KEYS, where)
+    check_keys(top, (*KEYS, *OPTIONAL_KEYS), where, required=KEYS)
     model = as_mapping(top["model"], f"{where}: model")
     check_keys(model, ("name", "hash", "params_hash", "stages", "groups"), f"{where}: model")
     layers = _read_graph(top, model, where)
@@ -229,6 +236,7 @@ def _from_content(content: object, where: str) -> PlanFile:
         model_hash=as_str(model["hash"], f"{where}: model: hash"),
         params_hash=as_str(model["params_hash"], f"{where}: model: params_hash"),
         specialisation=_read_specialisation(top["specialisation"], f"{where}: specialisation"),
+        costs=read_costs(top["costs"], f"{where}: costs") if "costs" in top else None,
     )
 
 

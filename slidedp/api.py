@@ -16,7 +16,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.machine import MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
 from slidedp.planner import DTYPE_NAMES, Settings
@@ -44,13 +44,16 @@ def compile(
     layers: Any = None,
     update_kernel: str = "auto",
     num_threads: int | None = None,
+    measure: bool | str | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Plan:
     """Plan full-parameter training of `model`; the returned plan's `run(batch)` is one synchronous optimizer step.
 
     Args:
         model: any `nn.Module`; its parameters become views of the FP32 master weights in host memory. Under torchrun the
             ranks other than 0 may build it on the `meta` device: rank 0's weights are everyone's.
-        hw_profile: built-in name, YAML path, HardwareProfile, or "auto" (the built-in one nearest to this machine).
+        hw_profile: built-in name, YAML path, HardwareProfile; "auto": as measured here before (`slidedp profile`), else the
+            built-in one nearest to this machine; "measure": measured now (some 10 s) and kept.
         example: a sample batch (this rank's share). Without it the plan is finished at the first `run`.
         loss_fn: ``(outputs, batch) -> (loss_sum, count)``; default: the model's own mean loss over its valid labels.
         optimizer: default ``AdamW()``.
@@ -63,6 +66,10 @@ def compile(
         layers: names of the modules to treat as layers, or a predicate ``(name, module) -> bool``.
         update_kernel: "native" (fused), "torch" (bit for bit torch.optim.AdamW in FP32) or "auto": native where it builds.
         num_threads: CPU threads of the update.
+        measure: the model's stages on this device, for the first batch's shapes, before anything is decided: "cached": what was
+            measured before, else measure (a second or two) and keep; True: measure anew; False: analytic costs alone. Default:
+            "cached" on CUDA, False on the CPU. Neither weights nor random numbers change.
+        cache_dir: where measurements are kept; default: ``~/.cache/slidedp``.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -72,6 +79,8 @@ def compile(
     for name, value in (("max_grad_norm", max_grad_norm), ("skip_nonfinite", skip_nonfinite)):
         if value:
             raise ValueError(f"{name}={value!r} is not available in this version; leave it None")
+    if measure not in (None, True, False, "cached"):
+        raise ValueError(f"measure={measure!r}: use True, False or 'cached'")
     ranks = find_ranks(device)
     compute = compute_dtype or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
     grad = grad_dtype or compute
@@ -85,10 +94,14 @@ def compile(
     if update_kernel not in ("auto", "native", "torch"):
         raise ValueError(f"update_kernel={update_kernel!r}: use 'auto', 'native' or 'torch'")
     settings = Settings(
-        hw=load_profile(hw_profile), compute_dtype=compute, grad_dtype=grad, world_size=ranks.world_size,
-        device=ranks.device, loss_fn=loss_fn, layers=layers, policy=load_policy(policy), cost_model=cost_model,
+        hw=load_profile(hw_profile, ranks=ranks, cache_dir=cache_dir), compute_dtype=compute, grad_dtype=grad,
+        world_size=ranks.world_size, device=ranks.device, loss_fn=loss_fn, layers=layers, policy=load_policy(policy),
+        cost_model=cost_model,
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
-        host_budget=None if host_budget is None else parse_bytes(host_budget))
+        host_budget=None if host_budget is None else parse_bytes(host_budget),
+        measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        update_threads=num_threads or update_threads(ranks.device, ranks.world_size))
     options = MachineOptions(update_kernel=update_kernel, num_threads=num_threads)
     return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
 

@@ -1,4 +1,4 @@
-"""The command line: ``slidedp plan | show | diff | check | passes``. It plans and reads plans: no GPU, no weights.
+"""The command line: ``slidedp plan | show | diff | check | profile | passes``. Plans need no GPU and no weights.
 
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """
@@ -9,7 +9,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from slidedp.api import load_policy
 from slidedp.compiler.defaults import check_budgets
@@ -19,11 +22,12 @@ from slidedp.compiler.planfile import PlanFile, ops_hash
 from slidedp.compiler.policy import merge_policies, parse_fixes
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.units import parse_bytes
-from slidedp.hardware import builtin_profiles, load_profile
+from slidedp.hardware import builtin_profiles, load_profile, measure_hardware
 from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
 from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
+from slidedp.ranks import find_ranks
 from slidedp.report import summary
 from slidedp.version import __version__
 
@@ -76,6 +80,14 @@ def make_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="derive a plan's ops anew and verify them; exit status 2 if it is not sound")
     check.set_defaults(run=run_check)
     check.add_argument("plan")
+
+    profile = commands.add_parser("profile", help="measure this machine; under torchrun with all ranks at once")
+    profile.set_defaults(run=run_profile)
+    profile.add_argument("-o", "--output", metavar="FILE", help="where to write the profile; default: print it")
+    profile.add_argument("--quick", action="store_true", help="a few seconds, less exact")
+    profile.add_argument("--device", help="cuda or cpu; default: this rank's GPU if there is one")
+    profile.add_argument("--threads", type=positive, metavar="N", help="of each rank's update; default: as the runtime takes")
+    profile.add_argument("--cache-dir", metavar="DIR", help="where --hw auto will find it; default: ~/.cache/slidedp")
 
     commands.add_parser("passes", help="the lowering pipeline").set_defaults(run=run_passes)
     return parser
@@ -165,6 +177,22 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"decisions were edited: the predictions are of those before; refresh them with slidedp plan --policy {args.plan}")
     if plan.hardware.name in builtin_profiles() and load_profile(plan.hardware.name).content_hash() != plan.hardware.hash:
         print(f"the hardware profile {plan.hardware.name} is not the built-in one: predictions may differ")
+    return 0
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    ranks = find_ranks(args.device)
+    profile = measure_hardware(quick=args.quick, num_threads=args.threads, ranks=ranks, cache_dir=args.cache_dir)
+    if ranks.rank:
+        return 0
+    if ranks.device.type == "cuda" and (gpus := torch.cuda.device_count()) > ranks.world_size:
+        print(f"slidedp: warning: {ranks.world_size} of {gpus} GPUs measured; for all at once: torchrun --nproc-per-node {gpus} "
+              "-m slidedp profile", file=sys.stderr)  # fmt: skip
+    if args.output:
+        Path(args.output).write_text(profile.to_yaml(), encoding="utf-8")
+        print(f"wrote {args.output}: {profile.name}")
+    else:
+        print(profile.to_yaml(), end="")
     return 0
 
 

@@ -59,4 +59,4 @@ def plan_on_paper(
     planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
     tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
     draft = planner.draft({"input_ids": tokens, "labels": tokens})
-    return planfile_of(planner.finish(draft, draft.decisions))
+    return planfile_of(planner.finish(draft, planner.decide(draft)))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
 from slidedp.batch import BatchError, check_batch
+from slidedp.calibrate import cached_stages, measured_stages
 from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.memory import MemoryReport
@@ -148,7 +149,9 @@ class Plan:
         self._machine.binding.restore()
         with torch.inference_mode(False):
             draft = self._planner.draft(batch)
-        return self._planner.finish(draft, draft.decisions)
+        # Of other shapes only what is known: the device is full of this plan, so nothing is measured now.
+        self._planner.measurement = self._planner.measurement.also(cached_stages(self._model, draft.trace, self._settings))
+        return self._planner.finish(draft, self._planner.decide(draft))
 
     def _start(self, batch: Mapping[str, Tensor]) -> None:
         """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
@@ -161,8 +164,14 @@ class Plan:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
+            self._planner.measurement = measured_stages(self._model, draft.trace, batch, self._settings, self._collectives)
             try:
-                decisions = agree_on_decisions(draft.decisions, draft.layers, self._collectives)
+                opinion = self._planner.decide(draft)
+            except ValueError as e:
+                problem = e
+            self._raise_on_all_ranks(problem)
+            try:
+                decisions = agree_on_decisions(opinion, draft.layers, self._collectives)
                 spec = self._planner.finish(draft, decisions)
                 if self._resume_from is not None:
                     require_same_model(self._resume_from, draft.layers.groups)

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, default_decisions, num_head_chunks
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
+from slidedp.compiler.measured import MeasuredCosts, Measurement
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, simulate
@@ -33,7 +35,11 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What `slidedp.compile` was asked for, checked. Budgets in bytes."""
+    """What `slidedp.compile` was asked for, checked. Budgets in bytes.
+
+    `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
+    `update_threads`: of each rank, where they are known.
+    """
 
     hw: HardwareProfile
     compute_dtype: torch.dtype
@@ -46,11 +52,15 @@ class Settings:
     cost_model: CostModel | None = None
     hbm_budget: int | None = None
     host_budget: int | None = None
+    measure: bool | str = False
+    cache_dir: Path | None = None
+    update_threads: int | None = None
 
     @property
     def analytic(self) -> AnalyticCostModel:
         """Of ops alone: what they take from one another is simulated."""
-        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype], alone=True)
+        threads = None if self.update_threads is None else self.update_threads * self.world_size
+        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype], alone=True, update_threads=threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +73,7 @@ class Specialisation:
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
+    measurement: Measurement = field(default_factory=Measurement)
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -76,14 +87,31 @@ class Specialisation:
 
     @cached_property
     def costs(self) -> ResolvedCosts:
-        """Of every op alone, from the user's cost model where it speaks, else analytic."""
-        return resolve(self.graph.ops, self.settings.hw, self.settings.analytic, self.settings.cost_model)
+        """Of every op alone, from the user's cost model where it speaks, else as measured, else analytic."""
+        return self.costs_of(self.graph)
+
+    def costs_of(self, graph: OpGraph) -> ResolvedCosts:
+        measured = MeasuredCosts.of(self.measurement, self.layers)
+        return resolve(graph.ops, self.settings.hw, self.settings.analytic, self.settings.cost_model, measured)
+
+    def timeline_of(self, graph: OpGraph, costs: ResolvedCosts) -> Timeline:
+        """Ops that run at once share what the machine has."""
+        contention = Contention(self.settings.hw, self.layers.world_size, costs.num_bytes)
+        return simulate(graph, costs.duration_us, contention=contention)
+
+    @cached_property
+    def default_step_us(self) -> int:
+        """The predicted step of what the default rule would have decided, under the same costs."""
+        defaults = decide(self.layers, self.settings)
+        if defaults == self.decisions:
+            return self.timeline.step_us
+        graph = lower(self.layers, defaults, hbm_budget=self.settings.hbm_budget)
+        return self.timeline_of(graph, self.costs_of(graph)).step_us
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of a training step, ops that run at once sharing what the machine has."""
-        contention = Contention(self.settings.hw, self.layers.world_size, self.costs.num_bytes)
-        return simulate(self.graph, self.costs.duration_us, contention=contention)
+        """Of a training step."""
+        return self.timeline_of(self.graph, self.costs)
 
     def signature(self, *, training: bool) -> int:
         """Of the ops in order: ranks whose signatures differ would issue different collectives."""
@@ -93,12 +121,11 @@ class Specialisation:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """What one rank can do alone towards a specialisation: trace and decide."""
+    """What one rank can do alone towards a specialisation: trace. Then decide, from what was measured meanwhile."""
 
     key: tuple[Any, ...]
     trace: Trace
     layers: LayerGraph
-    decisions: Decisions
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
 
@@ -106,8 +133,8 @@ class Draft:
 class Planner:
     """Plans `model` under `settings`, one specialisation per shape, dtype, mode and guard values.
 
-    `find` looks up; `draft` and `finish` make a new one. Between the two, ranks agree: the first draft's decisions are
-    this rank's own opinion.
+    `find` looks up; `draft`, `decide` and `finish` make a new one. Between the first two, stages may be measured
+    (`measurement`); between the last two, ranks agree: the first decisions are this rank's own opinion.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -116,6 +143,7 @@ class Planner:
         self.decisions: Decisions | None = None
         self.head_rows = HEAD_ROWS[0]
         self.trainable: tuple[bool, ...] = ()
+        self.measurement = Measurement()
         self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
 
     def key(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -132,10 +160,10 @@ class Planner:
         return None
 
     def draft(self, batch: Mapping[str, Tensor]) -> Draft:
-        """Trace the model on `batch` and decide. The model must not be running.
+        """Trace the model on `batch`. The model must not be running.
 
         Raises:
-            TraceError: the model cannot be traced; ValueError: the batch, policy or budgets do not fit; both say why.
+            TraceError: the model cannot be traced; ValueError: the batch does not fit; both say why.
         """
         s = self.settings
         traced = trace(self.model, batch, loss_fn=s.loss_fn, layers=s.layers, world_size=s.world_size,
@@ -143,23 +171,28 @@ class Planner:
         layers = replace(traced.graph, grad_dtype=DTYPE_NAMES[s.grad_dtype])
         if not any(g.trainable for g in layers.groups):
             raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
+        shapes = {key: tuple(value.shape) for key, value in batch.items()}
+        return Draft(self.key(batch), traced, layers, traced.num_valid(batch), shapes)
+
+    def decide(self, draft: Draft) -> Decisions:
+        """The plan's decisions, made for the first draft. Raises ValueError where policy or budgets do not fit, saying why."""
+        s, layers = self.settings, draft.layers
         decisions = decide(layers, s) if self.decisions is None else self.for_shape(self.decisions, layers)
+        if self.decisions is None and layers.head and decisions.head_chunks > 1:
+            self.head_rows = chunk_rows(layers.head.rows, decisions.head_chunks)
         check_head(layers, decisions)
         check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
                       s.hw.host_bytes if s.host_budget is None else s.host_budget)
-        shapes = {key: tuple(value.shape) for key, value in batch.items()}
-        return Draft(self.key(batch), traced, layers, decisions, traced.num_valid(batch), shapes)
+        return decisions
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
-        decisions = replace(decisions, head_chunks=draft.decisions.head_chunks)  # each rank's own: its batch may be longer
+        decisions = replace(decisions, head_chunks=self.for_shape(decisions, draft.layers).head_chunks)  # each rank's own
         traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks)
-        spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
+        spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
-            if draft.layers.head and decisions.head_chunks > 1:
-                self.head_rows = chunk_rows(draft.layers.head.rows, decisions.head_chunks)
         elif same := self.alike(draft.layers):
             spec.__dict__["graph"] = with_costs_of(same.graph, spec)
             if "forward_graph" in same.__dict__:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 
+from slidedp.compiler.costrecord import CostRecord
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
 from slidedp.compiler.policy import PLAN_KEYS
 from slidedp.compiler.runlength import runs
+from slidedp.compiler.tablecosts import MEASURED_TABLE
 from slidedp.compiler.units import format_bytes
 from slidedp.planner import Specialisation
 from slidedp.version import __version__
@@ -38,7 +41,16 @@ def planfile_of(spec: Specialisation) -> PlanFile:
         step_us=timeline.step_us, tokens_per_s=predicted_tokens_per_s(spec), hbm_bytes=memory.hbm_bytes,
         host_bytes=memory.host_bytes, bottleneck=str(timeline.bottleneck))
     shapes = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
-    return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes)
+    return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes,
+                         cost_record(spec))
+
+
+def cost_record(spec: Specialisation) -> CostRecord | None:
+    """Where the costs came from, and what choosing by them has brought; None if all are analytic or the user's."""
+    sources = Counter(spec.costs.sources.values())
+    if not spec.measurement and MEASURED_TABLE not in sources:
+        return None
+    return CostRecord(dict(sorted(sources.items())), spec.measurement, spec.default_step_us)
 
 
 def predicted_tokens_per_s(spec: Specialisation) -> float:
@@ -77,8 +89,21 @@ def summary(plan: PlanFile) -> str:
         *decision_table(plan),
         *shared_groups(plan),
         *(line for key, text in predicted.items() for line in wrapped(f"{key:<10}{text}")),
+        *(line for key, text in measured_facts(plan).items() for line in wrapped(f"{key:<10}{text}")),
         *["decisions were edited: the predictions are of those before"] * plan.edited,
     ])  # fmt: skip
+
+
+def measured_facts(plan: PlanFile) -> dict[str, str]:
+    """Where costs came from, and what measuring took and brought; nothing for a plan on analytic costs."""
+    if plan.costs is None:
+        return {}
+    facts = {"costs": ", ".join(f"{n} {source}" for source, n in plan.costs.sources.items()) + " (ops)"}
+    if plan.costs.measurement:
+        steps = plan.costs.pays_back_after(plan.predictions.step_us)
+        gain = f"paid back after {steps} steps" if steps is not None else "the default plan is as fast, so it brought nothing"
+        facts["choosing"] = f"measuring stages took {plan.costs.measurement.seconds:.1f} s; {gain}"
+    return facts
 
 
 def decision_table(plan: PlanFile) -> Iterator[str]:

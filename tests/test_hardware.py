@@ -11,10 +11,12 @@ import torch
 import yaml
 
 from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.tables import Curve, Load, Quantity, Tables
 from slidedp.compiler.units import format_bytes, parse_bytes
 from slidedp.hardware import builtin_profiles, detect, load_profile, nearest_profile
 
 pytestmark = pytest.mark.null
+TABLES = Tables((Curve(Quantity.H2D_GBPS, Load.ALONE, ((1000, 1.0),)),))
 SHIPPED = ("a800x4-nvlink", "a800x4-pcie", "a800x8-nvlink", "cpu", "h100x4-nvlink", "h200x1", "h200x4", "rtx4090x4")
 
 
@@ -25,7 +27,7 @@ def test_shipped_names() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_number_has_a_source(name: str, repo_root: Path) -> None:
     text = (repo_root / "slidedp/profiles" / f"{name}.yaml").read_text()
-    numbers = [f.name for f in fields(HardwareProfile) if f.name not in ("name", "gpu_name", "num_gpus")]
+    numbers = [f.name for f in fields(HardwareProfile) if f.name not in ("name", "gpu_name", "num_gpus", "tables")]
     for key in numbers:
         assert re.search(rf"^{key}: \S+ +# \S.*$", text, re.MULTILINE), f"{key} has no source"
     assert load_profile(name).name == name
@@ -56,7 +58,8 @@ def test_hash_sees_every_field() -> None:
     p = load_profile("h200x4")
     for f in fields(HardwareProfile):
         value = getattr(p, f.name)
-        changed = replace(p, **{f.name: value + "x" if isinstance(value, str) else value + 1})
+        new = TABLES if f.name == "tables" else value + "x" if isinstance(value, str) else value + 1
+        changed = replace(p, **{f.name: new})
         assert changed.content_hash() != p.content_hash(), f.name
 
 
@@ -108,9 +111,9 @@ def test_not_yaml(tmp_path: Path) -> None:
         load_profile(path)
 
 
-def test_detect_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detect_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    profile = load_profile("auto")
+    profile = load_profile("auto", cache_dir=tmp_path)
     assert profile == detect()
     assert profile.name == "cpu (this machine)"
     assert profile.hbm_bytes == profile.host_bytes // 2

@@ -1,0 +1,121 @@
+"""Costs of a model's stages as they were measured on the machine: between a user's cost model and the analytic one.
+
+A stage is measured once for each `kind_key` (class and shapes), phase by phase; all stages of that kind cost the same. What
+was measured is YAML: in the cache directory, and in plan files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slidedp.compiler.decisions import Activation
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.ops import Op, OpKind
+from slidedp.compiler.strict import as_float, as_int, as_list, as_mapping, as_str, check_keys, content_hash
+
+MEASURED = "measured"
+"""The source of a cost that came from here."""
+
+PHASES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.EPILOGUE, OpKind.RECOMPUTE, OpKind.BACKWARD)
+ROW_KEYS = ("kind", "phase", "act", "duration_us", "peak_bytes", "kept_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """One phase of the stages of one kind under an activation choice.
+
+    `peak_bytes`: device memory in use at most during the phase, beyond what was at its start; `kept_bytes`: what is still there
+    at its end, negative for a phase that frees more than it makes. Both None where nothing counts them (the CPU).
+    """
+
+    kind_key: str
+    phase: OpKind
+    act: Activation
+    duration_us: int
+    peak_bytes: int | None = None
+    kept_bytes: int | None = None
+
+    def to_content(self) -> dict[str, Any]:
+        values = (self.kind_key, str(self.phase), str(self.act), self.duration_us, self.peak_bytes, self.kept_bytes)
+        return dict(zip(ROW_KEYS, values, strict=True))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The phases that were measured, and how long that took. Without phases it is false: nothing is known."""
+
+    phases: tuple[PhaseCost, ...] = ()
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.phases)
+
+    def also(self, other: Measurement) -> Measurement:
+        """What either knows; `seconds` stay."""
+        known = {(p.kind_key, p.phase, p.act) for p in self.phases}
+        return Measurement((*self.phases, *(p for p in other.phases if (p.kind_key, p.phase, p.act) not in known)), self.seconds)
+
+    def to_content(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "phases": [p.to_content() for p in self.phases]}
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """A :class:`~slidedp.compiler.costs.CostModel` that knows stages only: None for any other op, and for unmeasured kinds."""
+
+    measurement: Measurement
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Stage -> kind_key."""
+
+    def __post_init__(self) -> None:
+        found = {(p.kind_key, p.phase, p.act): p for p in self.measurement.phases}
+        object.__setattr__(self, "_found", found)
+
+    @staticmethod
+    def of(measurement: Measurement, layers: LayerGraph) -> MeasuredCosts:
+        return MeasuredCosts(measurement, {s.name: s.kind_key for s in layers.stages})
+
+    def phase(self, stage: str, phase: OpKind, act: Activation = Activation.RECOMPUTE) -> PhaseCost | None:
+        """What was measured of `stage`, if anything was."""
+        found: dict[tuple[str, OpKind, Activation], PhaseCost] = self._found  # type: ignore[attr-defined]
+        return found.get((self.kinds.get(stage, ""), phase, act))
+
+    def duration_us(self, op: Op) -> int | None:
+        cost = self.phase(op.layer, op.kind) if op.kind in PHASES else None
+        return None if cost is None else cost.duration_us
+
+    def content_hash(self) -> str:
+        """Of the costs, not of the time that measuring them took."""
+        return content_hash([p.to_content() for p in self.measurement.phases])
+
+
+def slowest(ranks: list[list[int]], mine: Measurement) -> Measurement:
+    """`mine` with the largest duration of any rank. `ranks`: each one's, in the order of `mine`."""
+    longest = [max(values) for values in zip(*ranks, strict=True)]
+    phases = tuple(
+        PhaseCost(p.kind_key, p.phase, p.act, us, p.peak_bytes, p.kept_bytes) for p, us in zip(mine.phases, longest, strict=True)
+    )
+    return Measurement(phases, mine.seconds)
+
+
+def read_measurement(content: object, where: str) -> Measurement:
+    """The inverse of :meth:`Measurement.to_content`. ValueError, naming the place, for anything else."""
+    top = as_mapping(content, where)
+    check_keys(top, ("seconds", "phases"), where)
+    rows = [_phase(row, f"{where}: phases: entry {i}") for i, row in enumerate(as_list(top["phases"], f"{where}: phases"))]
+    return Measurement(tuple(rows), as_float(top["seconds"], f"{where}: seconds"))
+
+
+def _phase(content: object, where: str) -> PhaseCost:
+    row = as_mapping(content, where)
+    check_keys(row, ROW_KEYS, where)
+    if row["phase"] not in PHASES:
+        raise ValueError(f"{where}: phase: {row['phase']!r} is unknown; allowed: {', '.join(PHASES)}")
+    if row["act"] not in tuple(Activation):
+        raise ValueError(f"{where}: act: {row['act']!r} is unknown; allowed: {', '.join(Activation)}")
+    duration = as_int(row["duration_us"], f"{where}: duration_us")
+    peak = None if row["peak_bytes"] is None else as_int(row["peak_bytes"], f"{where}: peak_bytes")
+    kept = None if row["kept_bytes"] is None else as_int(row["kept_bytes"], f"{where}: kept_bytes", minimum=-(2**62))
+    return PhaseCost(as_str(row["kind"], f"{where}: kind"), OpKind(row["phase"]), Activation(row["act"]), duration, peak, kept)

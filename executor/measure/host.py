@@ -1,0 +1,54 @@
+"""What the host's cores do: the cast, the update by number of threads, alone and beside the copies, and tasks as such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slidedp.compiler.ops import Stream
+from slidedp.compiler.tables import Curve, Load, Quantity
+from slidedp.executor.measure.lab import Lab
+from slidedp.executor.measure.links import gbps
+from slidedp.executor.measure.rig import Rig
+
+
+def thread_counts(num_threads: int, cores: int, quick: bool) -> list[int]:
+    """Powers of two up to a rank's share of the `cores`, that share, and `num_threads`, which the runtime uses."""
+    powers = [] if quick else [2**i for i in range(cores.bit_length()) if 2**i <= cores]
+    return sorted({1, *powers, cores, num_threads})
+
+
+def measure_update(lab: Lab, rig: Rig, threads: Sequence[int], link_bytes: int, num_threads: int) -> list[Curve]:
+    """The update over threads of all ranks together, ``alone`` and ``busy`` (both link directions run too).
+
+    Also what is then left for the links, at `num_threads` a rank, with copies of `link_bytes`. All ranks take part.
+    """
+    alone, busy, links = [], [], {}
+    for count in threads if rig.native else [num_threads]:
+        update, up, down = rig.update(count), rig.to_device(link_bytes), rig.to_host(link_bytes)
+        everyone = rig.piece * lab.world_size
+        alone.append((count * lab.world_size, gbps(everyone, lab.seconds({Stream.CPU: update})[Stream.CPU])))
+        seconds = lab.seconds({Stream.CPU: update, Stream.H2D: up, Stream.D2H: down})
+        busy.append((count * lab.world_size, gbps(everyone, seconds[Stream.CPU])))
+        if count == num_threads:
+            links = {Quantity.H2D_GBPS: seconds[Stream.H2D], Quantity.D2H_GBPS: seconds[Stream.D2H]}
+    curves = [Curve(Quantity.CPU_ADAM_GPARAMS, load, tuple(points)) for load, points in ((Load.ALONE, alone), (Load.BUSY, busy))]
+    return curves + [Curve(q, Load.BUSY, ((link_bytes, gbps(link_bytes, seconds)),)) for q, seconds in links.items()]
+
+
+def measure_cast(lab: Lab, rig: Rig, sizes: Sequence[int], num_threads: int) -> list[Curve]:
+    """BF16 bytes written a second by each rank over `sizes`: one rank ``alone``, and with several ranks ``all``."""
+    curves = []
+    for load in (Load.ALONE, Load.ALL) if lab.world_size > 1 else (Load.ALONE,):
+        points = []
+        for size in sizes:
+            task = rig.cast(size, num_threads)
+            points.append((size, gbps(size, lab.seconds({Stream.CAST: task}, alone=load is Load.ALONE)[Stream.CAST])))
+        curves.append(Curve(Quantity.CAST_GBPS, load, tuple(points)))
+    return curves
+
+
+def measure_task_us(lab: Lab, rig: Rig, link_bytes: int, num_threads: int) -> float:
+    """Microseconds from one update of next to nothing to the next in the queue, while both links are at work: its fixed cost."""
+    work = {Stream.CPU: rig.update(num_threads, numel=4096), Stream.H2D: rig.to_device(link_bytes),
+            Stream.D2H: rig.to_host(link_bytes)}
+    return lab.period_seconds(Stream.CPU, work) * 1e6

@@ -1,0 +1,154 @@
+"""All of a machine's figures, measured one after the other: the rates and tables of a hardware profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
+from slidedp.compiler.tables import Curve, Load, Quantity, Tables
+from slidedp.executor.backend import open_backend
+from slidedp.executor.collectives import Collectives
+from slidedp.executor.kernels import Kernel
+from slidedp.executor.machine import update_threads
+from slidedp.executor.measure.compute import measure_hbm_gbps, measure_launch_us, measure_tflops
+from slidedp.executor.measure.host import measure_cast, measure_task_us, measure_update, thread_counts
+from slidedp.executor.measure.lab import Lab
+from slidedp.executor.measure.links import measure_links
+from slidedp.executor.measure.peers import measure_peers
+from slidedp.executor.measure.rig import Rig
+
+KIB, MIB = 1 << 10, 1 << 20
+
+Report = Callable[[str, int, int], object]
+"""Told what is measured now, how many parts are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured. `budget_s`: of one experiment; `numel`: parameters of a rank; `link_bytes`: of copies."""
+
+    budget_s: float
+    numel: int
+    link_bytes: tuple[int, ...]
+    matmul_bf16: int
+    matmul_fp32: int
+    hbm_bytes: int
+
+
+FULL_CUDA = Sizes(0.15, 1 << 26, (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB), 8192, 8192, 1 << 30)
+QUICK_CUDA = Sizes(0.03, 1 << 24, (64 * KIB, MIB, 16 * MIB), 8192, 4096, 1 << 28)
+FULL_CPU = Sizes(0.15, 1 << 23, (64 * KIB, 256 * KIB, MIB, 4 * MIB), 512, 1024, 32 * MIB)
+QUICK_CPU = Sizes(0.01, 1 << 21, (64 * KIB, MIB), 256, 256, 8 * MIB)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFigures:
+    """What was measured: fields of a HardwareProfile by name, and its tables."""
+
+    rates: dict[str, float]
+    tables: Tables
+
+
+def measure_machine(
+    device: torch.device,
+    collectives: Collectives,
+    *,
+    num_threads: int | None = None,
+    quick: bool = False,
+    kernel: Kernel | str = Kernel.AUTO,
+    report: Report = lambda *_: None,
+) -> MachineFigures:
+    """Measures this machine with the ranks of `collectives`. Collective; the same figures on every rank.
+
+    `num_threads`: of a rank's update; default: what the runtime takes. `quick`: fewer and smaller experiments, less exact.
+    """
+    cuda = device.type == "cuda"
+    sizes = (QUICK_CUDA if cuda else QUICK_CPU) if quick else (FULL_CUDA if cuda else FULL_CPU)
+    world = collectives.world_size
+    threads = num_threads or update_threads(device, world)
+    cores = max(len(os.sched_getaffinity(0)) // world, 1)
+    largest = sizes.link_bytes[-1]
+    curves: list[Curve] = []
+    rates: dict[str, float] = {}
+    with closing(open_backend(device)) as backend, closing(Lab(backend, collectives, sizes.budget_s)) as lab:
+        rig = Rig(backend, collectives, sizes.numel, largest // 2, kernel)
+        steps: list[tuple[str, Callable[[], object]]] = [
+            ("links", lambda: curves.extend(measure_links(lab, rig, sizes.link_bytes))),
+            ("update", lambda: curves.extend(
+                measure_update(lab, rig, thread_counts(threads, cores, quick), largest, threads))),
+            ("cast", lambda: curves.extend(measure_cast(lab, rig, sizes.link_bytes[-2:], threads))),
+            ("tasks", lambda: rates.update(host_task_us=measure_task_us(lab, rig, MIB, threads))),
+            ("launch", lambda: rates.update(gpu_launch_us=measure_launch_us(lab))),
+            ("BF16 products", lambda: rates.update(gpu_bf16_tflops=measure_tflops(lab, sizes.matmul_bf16, torch.bfloat16))),
+            ("FP32 products", lambda: rates.update(gpu_fp32_tflops=measure_tflops(lab, sizes.matmul_fp32, torch.float32))),
+            ("device memory", lambda: rates.update(hbm_gbps=measure_hbm_gbps(lab, sizes.hbm_bytes))),
+        ]  # fmt: skip
+        if world > 1:
+            steps.append(("collectives", lambda: curves.extend(measure_peers(lab, sizes.link_bytes))))
+        try:
+            for i, (name, step) in enumerate(steps):
+                report(name, i, len(steps))
+                step()
+            report("done", len(steps), len(steps))
+        finally:
+            lab.close()
+            backend.close()  # before the memory that it has registered
+            collectives.barrier()
+            rig.close()
+    tables = Tables(tuple(curves))
+    crossings = 1 if cuda else 2  # how often a copied byte crosses host memory: where the host is its own device, twice
+    found = rates | link_rates(tables) | host_rates(tables, world, threads, crossings)
+    return MachineFigures({key: float(f"{value:.4g}") for key, value in found.items()}, tables)
+
+
+def link_rates(tables: Tables) -> dict[str, float]:
+    """The profile's scalar rates of links and collectives: those of the largest size."""
+
+    def top(quantity: Quantity, *loads: Load) -> float:
+        curve = tables.find(quantity, *loads)
+        return curve.points[-1][1] if curve else 0.0
+
+    def latency_us(quantity: Quantity, *loads: Load) -> float:
+        """What the smallest op takes beyond its bytes at full rate."""
+        curve = tables.find(quantity, *loads)
+        if curve is None:
+            return 0.0
+        size, rate = curve.points[0]
+        return max(size / rate - size / curve.points[-1][1], 0.0) / 1e3
+
+    every = (Load.ALL, Load.ALONE)
+    return {
+        "h2d_gbps": top(Quantity.H2D_GBPS, Load.ALONE),
+        "d2h_gbps": top(Quantity.D2H_GBPS, Load.ALONE),
+        "h2d_all_gbps": top(Quantity.H2D_GBPS, *every),
+        "d2h_all_gbps": top(Quantity.D2H_GBPS, *every),
+        "duplex_gbps": min(top(Quantity.H2D_GBPS, Load.DUPLEX), top(Quantity.D2H_GBPS, Load.DUPLEX)),
+        "link_latency_us": latency_us(Quantity.H2D_GBPS, Load.ALONE),
+        "gpu_link_gbps": top(Quantity.ALL_GATHER_GBPS, Load.ALL),
+        "collective_latency_us": latency_us(Quantity.ALL_GATHER_GBPS, Load.ALL),
+    }
+
+
+def host_rates(tables: Tables, world_size: int, threads: int, crossings: int) -> dict[str, float]:
+    """Update, cast, and the most host memory traffic (10^9 B/s) that any experiment has seen. `threads`: of a rank's update."""
+
+    def best(quantity: Quantity, *loads: Load) -> float:
+        curve = tables.find(quantity, *loads)
+        return max(rate for _, rate in curve.points) if curve else 0.0
+
+    def both_ways(load: Load) -> float:
+        return crossings * world_size * (best(Quantity.H2D_GBPS, load) + best(Quantity.D2H_GBPS, load))
+
+    adam = Quantity.CPU_ADAM_GPARAMS
+    busy = tables.find(adam, Load.BUSY)
+    beside = busy.rate(threads * world_size) if busy else 0.0
+    cast, cast_all = best(Quantity.CAST_GBPS, Load.ALONE), best(Quantity.CAST_GBPS, Load.ALL, Load.ALONE) * world_size
+    traffic = (best(adam, Load.ALONE) * ADAM_BYTES_PER_PARAM, both_ways(Load.DUPLEX), 3 * cast_all,
+               beside * ADAM_BYTES_PER_PARAM + both_ways(Load.BUSY))
+    return {"cpu_adam_gparams": best(adam, Load.ALONE), "cast_gbps": cast, "cast_total_gbps": cast_all,
+            "host_dram_gbps": max(traffic)}

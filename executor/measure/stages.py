@@ -1,0 +1,177 @@
+"""A model's own stages on the real device: one of each kind, on random weights, as the stage runner runs them in a step.
+
+The user's model takes part as code only: its parameters are exchanged for views of random buffers, its buffers for copies,
+and all that its forward leaves behind (attributes, generators) is put back.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slidedp.compiler.decisions import Activation
+from slidedp.compiler.measured import PhaseCost
+from slidedp.compiler.metamodel import attributes_kept
+from slidedp.compiler.minipipeline import mini_pipeline, reached
+from slidedp.compiler.ops import OpKind, Stream
+from slidedp.compiler.tracer import Trace
+from slidedp.executor.backend import Backend, open_backend
+from slidedp.executor.binding import Binding
+from slidedp.executor.collectives import SingleRank
+from slidedp.executor.measure.lab import Lab
+from slidedp.executor.stages import Slots, StageRunner
+from slidedp.executor.tickets import Aborted
+
+REPEATS = 3
+WEIGHT_SCALE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One phase of one stage."""
+
+    stage: str
+    phase: OpKind
+    run: Callable[[], object]
+
+
+def measure_stages(
+    model: nn.Module, trace: Trace, batch: Mapping[str, Tensor], device: torch.device, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[PhaseCost, ...]:
+    """Time and memory of every phase of each kind of stage, for `batch`'s shapes. `dtypes`: of weights, of gradients.
+
+    Medians of a few runs, after two to warm up. This rank alone: nothing is collective. Leaves `model` and every default
+    generator as they were; torch's peak memory statistics are reset. Raises what the model's forward or backward raises.
+    """
+    mini = mini_pipeline(trace)
+    with untouched(model, device) as backend:
+        return tuple(_run(model, mini, batch, backend, dtypes))
+
+
+def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Backend,
+         dtypes: tuple[torch.dtype, torch.dtype]) -> list[PhaseCost]:
+    lab, binding = Lab(backend, SingleRank(), 0.0), Binding(model, mini.graph.groups)
+    try:
+        with torch.inference_mode(False):
+            parts = _Pipeline(mini, binding, backend, batch, dtypes).parts()
+        tasks = {Stream.GPU: [part.run for part in parts]}
+        lab.spans(tasks)
+        memory = _memory(lab, parts, backend.device)
+        runs = [lab.spans(tasks)[Stream.GPU] for _ in range(REPEATS)]
+    except Aborted as e:
+        raise e.__cause__ or e from None
+    finally:
+        lab.close()
+        binding.restore()
+    seconds = [statistics.median(run[i][1] - run[i][0] for run in runs) for i in range(len(parts))]
+    return list(_rows(mini, parts, seconds, memory))
+
+
+def _rows(mini: Trace, parts: list[_Part], seconds: list[float], memory: list[tuple[int, int]] | None) -> Iterator[PhaseCost]:
+    """One row a kind and phase; none for the backward of a stage that nothing differentiates in the cut-down model."""
+    kinds, seen, differentiated = {s.name: s.kind_key for s in mini.graph.stages}, set(), reached(mini)
+    for i, part in enumerate(parts):
+        key = kinds[part.stage], part.phase
+        if key in seen or (part.phase is OpKind.BACKWARD and part.stage not in differentiated):
+            continue
+        seen.add(key)
+        peak, kept = (None, None) if memory is None else memory[i]
+        yield PhaseCost(*key, Activation.RECOMPUTE, round(seconds[i] * 1e6), peak, kept)
+
+
+class _Pipeline:
+    """The ops of one step of a cut-down model, as tasks for the GPU stream, which is where all its tensors are made."""
+
+    def __init__(self, mini: Trace, binding: Binding, backend: Backend, batch: Mapping[str, Tensor],
+                 dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        self.mini, self.binding, self.backend = mini, binding, backend
+        self.runner = StageRunner(mini, binding, backend)
+        generator = torch.Generator(backend.device).manual_seed(0)
+        self.weights: dict[str, list[Tensor]] = {}
+        self.grads: dict[str, Tensor] = {}
+        for g in mini.graph.groups:
+            flat = backend.empty(g.numel, dtypes[0]).normal_(0, WEIGHT_SCALE, generator=generator)
+            self.weights[g.name] = binding.leaves(flat, g.name)
+            if g.trainable:
+                self.grads[g.name] = backend.empty(g.num_trainable, dtypes[1])
+        self.batch = {key: backend.to_device(value) for key, value in batch.items()}
+        backend.fence_caller()
+        self.written: set[str] = set()
+
+    def parts(self) -> list[_Part]:
+        first, *layers, last = [s.name for s in self.mini.graph.stages]
+        parts = [_Part(first, OpKind.PROLOGUE, self.prologue)]
+        parts += [_Part(name, OpKind.FORWARD, partial(self.runner.forward, name, self.of(name))) for name in layers]
+        parts.append(_Part(last, OpKind.EPILOGUE, lambda: self.runner.epilogue(self.of(last), self.slots(last))))
+        for name in reversed(layers):
+            parts.append(_Part(name, OpKind.RECOMPUTE, partial(self.runner.recompute, name, self.of(name))))
+            parts.append(_Part(name, OpKind.BACKWARD, partial(self.backward, name)))
+        if any(self.mini.graph.group(g).trainable for g in self.mini.graph.stage(first).groups):
+            parts.append(_Part(first, OpKind.BACKWARD, partial(self.backward, first)))
+        return parts
+
+    def prologue(self) -> None:
+        self.written.clear()
+        self.runner.start(self.batch)
+        self.runner.prologue(self.of(self.mini.graph.stages[0].name))
+
+    def backward(self, stage: str) -> None:
+        self.runner.backward(stage, self.of(stage), self.slots(stage))
+
+    def of(self, stage: str) -> dict[str, list[Tensor]]:
+        return {name: self.weights[name] for name in self.mini.graph.stage(stage).groups}
+
+    def slots(self, stage: str) -> Slots:
+        """As the graph's versions have it: a group's first contribution of a step is written, later ones are added."""
+        groups = [name for name in self.mini.graph.stage(stage).groups if name in self.grads]
+        found = {name: (self.grads[name], name in self.written) for name in groups}
+        self.written |= set(groups)
+        return found
+
+
+def _memory(lab: Lab, parts: list[_Part], device: torch.device) -> list[tuple[int, int]] | None:
+    """Peak and remainder of each phase, in bytes, from the allocator's books, which are kept as work is issued."""
+    if device.type != "cuda":
+        return None
+    found: list[tuple[int, int]] = []
+
+    def counted(part: _Part) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        part.run()
+        found.append((torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before))
+
+    lab.spans({Stream.GPU: [partial(counted, part) for part in parts]})
+    return found
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Iterator[Backend]:
+    """A backend on which `model` may run: its buffers are copies, and generators and attributes are put back afterwards."""
+    backend = open_backend(device)
+    states = backend.rng_state(), random.getstate(), np.random.get_state()
+    try:
+        with attributes_kept(model):
+            copies: dict[int, Tensor] = {}
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+            yield backend
+    finally:
+        backend.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        backend.close()
+        if device.type == "cuda":
+            gc.collect()  # what the pipeline kept goes back to the device: a plan's streams cannot use another stream's blocks
+            torch.cuda.empty_cache()
