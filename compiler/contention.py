@@ -28,9 +28,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from slidedp.compiler.costs import ADAM_BYTES_PER_PARAM
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.ops import Op, OpKind
+from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
 
 CPU_SHARE = 1.5
 """When host memory is the limit, a rank's update gets this many times the bytes of each of its copies. Measured on one H200:
