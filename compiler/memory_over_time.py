@@ -1,0 +1,173 @@
+"""HBM of one GPU over a step: who holds how many bytes when, from the ops' reads and writes and when they run.
+
+Slots are allocated once, for good, and count in full all the time (`reserved`), or while something lies in them
+(`occupied`). Activations come and go with the ops. What is counted is what :func:`estimate_memory` counts: a boundary
+from the op that writes it to the stage's backward, where its gradient takes its place; what a layer keeps for its
+backward while there is such a value; what the epilogue and the prologue's backward need while they run. So the peak is
+the estimate's `hbm_bytes`, or less where the stage with the largest activations is not one that runs at the turn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from slidedp.compiler.layergraph import LayerGraph, StageKind
+from slidedp.compiler.ops import Op, OpGraph, OpKind, Slot
+from slidedp.compiler.simulate import Timeline
+from slidedp.compiler.unroll import Instance, num_measured_steps, phase, unroll
+
+BOUNDARIES = "boundary activations"
+KEPT = "layer activations"
+RUNNING = "epilogue activations"
+"""The prologue's too, while its backward runs."""
+
+SLOT_USES = {"w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "red": "reduce slots"}
+"""Use, as in a MemoryReport, by the first part of a slot's name; any other slot is a use of its own, by its name."""
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """`num_bytes[use][i]` bytes from `times_us[i]` until the next time, the last until `end_us`. The first time is 0."""
+
+    times_us: tuple[int, ...]
+    end_us: int
+    num_bytes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def total(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.num_bytes.values(), strict=True))) if self.num_bytes else (0,) * len(self.times_us)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.total)
+
+    @property
+    def peak_us(self) -> int:
+        """When the peak is first reached."""
+        return self.times_us[self.total.index(self.peak_bytes)]
+
+    def at(self, time_us: int) -> dict[str, int]:
+        """Bytes by use at `time_us`, 0 or later."""
+        i = bisect_right(self.times_us, time_us) - 1
+        return {use: values[i] for use, values in self.num_bytes.items()}
+
+    def highest_in(self, lo_us: int, hi_us: int) -> dict[str, int]:
+        """Bytes by use at the moment of the highest total from `lo_us` up to `hi_us`: what one column of a drawing shows."""
+        lo = bisect_right(self.times_us, lo_us) - 1
+        hi = max(lo + 1, bisect_right(self.times_us, hi_us - 1))
+        i = max(range(lo, hi), key=lambda k: self.total[k])
+        return {use: values[i] for use, values in self.num_bytes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """`num_bytes` that are there, in every step, from the start of the first of `ops` to the end of the last."""
+
+    use: str
+    num_bytes: int
+    ops: tuple[str, ...]
+
+
+def memory_over_time(layers: LayerGraph, graph: OpGraph, timeline: Timeline, *, occupied: bool = False) -> MemoryCurve:
+    """HBM over the steps of a measured `timeline`, or over one predicted period, from the start of its compute.
+
+    The times are those of :func:`slidedp.compiler.unroll.picture`. `occupied`: slots count only while something is in them.
+    """
+    if num_measured_steps(timeline) != 1:
+        end = max((s.end_us for s in timeline.spans), default=0)
+        return memory_curve(layers, graph, unroll(timeline), 0, end, occupied=occupied)
+    origin, back, ahead = phase(timeline)
+    lo = origin + back * timeline.step_us
+    return memory_curve(layers, graph, unroll(timeline, back + 1 + ahead), lo, lo + timeline.step_us, occupied=occupied)
+
+
+def memory_curve(
+    layers: LayerGraph, graph: OpGraph, instances: Iterable[Instance], lo_us: int, hi_us: int, *, occupied: bool = False
+) -> MemoryCurve:
+    """HBM between `lo_us`, which becomes time 0, and `hi_us`. `instances`: of all steps that reach into it."""
+    steps: dict[int, dict[str, Instance]] = defaultdict(dict)
+    for i in instances:
+        steps[i.step][i.op] = i
+    changes: dict[str, dict[int, int]] = {use: defaultdict(int) for use in uses(graph)}
+    for life in (*activation_lives(layers, graph), *(slot_lives(graph) if occupied else ())):
+        for ran in steps.values():
+            during = [ran[op] for op in life.ops if op in ran]
+            start = max(min((i.start_us for i in during), default=hi_us), lo_us)
+            end = min(max((i.end_us for i in during), default=lo_us), hi_us)
+            if start < end:
+                changes[life.use][start - lo_us] += life.num_bytes
+                changes[life.use][end - lo_us] -= life.num_bytes
+    if not occupied:
+        for slot in device_slots(graph):
+            changes[slot_use(slot)][0] += slot.count * slot.bytes
+    return integrate(changes, hi_us - lo_us)
+
+
+def integrate(changes: Mapping[str, Mapping[int, int]], end_us: int) -> MemoryCurve:
+    """Sums of `changes` (bytes by use and time) up to each time at which one of them is not 0."""
+    times = sorted({0, *(t for change in changes.values() for t, size in change.items() if size and t < end_us)})
+    series = {use: tuple(accumulate(change.get(t, 0) for t in times)) for use, change in changes.items()}
+    return MemoryCurve(tuple(times), end_us, series)
+
+
+def uses(graph: OpGraph) -> list[str]:
+    """What a curve counts, in the order in which it is stacked: what is always there first."""
+    return list(dict.fromkeys([*map(slot_use, device_slots(graph)), BOUNDARIES, KEPT, RUNNING]))
+
+
+def device_slots(graph: OpGraph) -> tuple[Slot, ...]:
+    return tuple(slot for slot in graph.slots if slot.memory == "hbm")
+
+
+def slot_use(slot: Slot) -> str:
+    return SLOT_USES.get(slot.name.partition(".")[0], slot.name)
+
+
+def slot_lives(graph: OpGraph) -> Iterator[Life]:
+    """Each occupant of each slot on the device, from the start of its first write to the end of its last use."""
+    slots = {slot.name: slot for slot in device_slots(graph)}
+    accesses: dict[tuple[str, object], list[str]] = defaultdict(list)
+    for op in graph.ops:
+        for ref in (*op.reads, *op.writes):
+            if ref.place.partition("[")[0] in slots:
+                accesses[ref.place, ref.occupant].append(op.name)
+    for (place, _), ops in accesses.items():
+        slot = slots[place.partition("[")[0]]
+        yield Life(slot_use(slot), slot.bytes, tuple(ops))
+
+
+def activation_lives(layers: LayerGraph, graph: OpGraph) -> Iterator[Life]:
+    """Values of the step that lie outside the slots. Whatever else an op needs while it runs is in no one's estimate."""
+    accesses: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for op in graph.ops:
+        for ref in (*op.reads, *op.writes):
+            if ref.value.partition(".")[2] in layers.stage_by_name and not ref.place:
+                accesses[ref.value, ref.version].append(op.name)
+    for stage in layers.stages:
+        kept = f"act.{stage.name}"
+        backward = [op.name for op in graph.ops if op.kind is OpKind.BACKWARD and op.layer == stage.name]
+        for value, version in accesses:
+            if value == kept:
+                yield Life(KEPT, stage.activation_bytes, tuple(accesses[value, version]))
+        boundary = [accesses[key] for key in accesses if key[0] == f"h.{stage.name}"]
+        for ops in boundary[:-1]:  # offloaded: it leaves the device and comes back as a later version
+            yield Life(BOUNDARIES, stage.boundary_bytes, tuple(ops))
+        if boundary:
+            gradient = accesses.get((f"d.{stage.name}", 0), [])
+            yield Life(BOUNDARIES, stage.boundary_bytes, (*boundary[-1], *backward, *gradient))
+    for op in graph.ops:
+        at = layers.stage_by_name.get(op.layer)
+        if at is not None and runs_with_all(op, at.kind):
+            yield Life(RUNNING, at.activation_bytes, (op.name,))
+
+
+def runs_with_all(op: Op, kind: StageKind) -> bool:
+    """True for an op that makes and consumes all that its stage's backward needs: no value of the graph says so."""
+    if op.kind is OpKind.EPILOGUE:
+        return True
+    return op.kind is OpKind.BACKWARD and kind is StageKind.PROLOGUE

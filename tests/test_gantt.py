@@ -1,0 +1,233 @@
+"""Timelines as text, and what they are drawn from: periods of a steady state, memory over time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from stacks import qwen3_4b, stack
+from test_simulate import graph, us
+
+from slidedp.compiler.costs import AnalyticCostModel, resolve
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.gantt import gantt, letters, scale
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.memory import estimate_memory
+from slidedp.compiler.memory_chart import memory_chart
+from slidedp.compiler.memory_over_time import BOUNDARIES, KEPT, RUNNING, MemoryCurve, memory_over_time
+from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
+from slidedp.compiler.simulate import Span, Timeline, measured_timeline, simulate
+from slidedp.compiler.unroll import picture, unroll
+from slidedp.hardware import load_profile
+from slidedp.passes.pipeline import lower
+
+pytestmark = pytest.mark.null
+Planned = tuple[LayerGraph, Decisions, OpGraph, Timeline]
+
+
+def planned(layers: LayerGraph, hw_name: str = "h200x1", policy: dict[str, object] | None = None) -> Planned:
+    hw = load_profile(hw_name)
+    decisions = default_decisions(layers, hw, policy=policy)
+    ops = lower(layers, decisions)
+    costs = resolve(ops.ops, hw, AnalyticCostModel(layers.world_size, layers.compute_dtype))
+    return layers, decisions, ops, simulate(ops, costs.duration_us)
+
+
+def plain_us(op: Op) -> int:
+    """Durations that no cost model changes."""
+    return {OpKind.FORWARD: 100, OpKind.RECOMPUTE: 100, OpKind.BACKWARD: 200, OpKind.EPILOGUE: 150}.get(op.kind, 60)
+
+
+def twice(line: Timeline) -> Timeline:
+    """What measuring two steps of `line` would give."""
+    events = [(i.op, i.stream, i.start_us / 1e6, i.end_us / 1e6) for i in unroll(line, 2)]
+    random.Random(0).shuffle(events)
+    return measured_timeline(events, 2)
+
+
+# ---- periods ----
+
+
+def test_a_period_holds_every_op_for_as_long_as_it_runs() -> None:
+    """Updates that run into the next step, and deliveries ahead of it, are at their place in the period."""
+    ops = [("copy", "h2d", 5), ("run", "gpu", 8), ("update", "cpu", 7)]
+    line = simulate(graph(ops, [("copy", "run", 0), ("run", "update", 0), ("update", "copy", 1)]), us)
+    shown = picture(line)
+    assert (shown.end_us, shown.num_steps) == (20, 1)
+    assert [(i.op, i.step, i.start_us, i.end_us) for i in shown.instances] == [
+        ("run", 0, 0, 8), ("update", 0, 8, 15), ("copy", 1, 15, 20)]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [2, 64])
+def test_a_period_of_a_real_plan(batch: int) -> None:
+    _, _, _, line = planned(qwen3_4b(batch))
+    shown = picture(line)
+    assert {s: sum(i.end_us - i.start_us for i in shown.on(s)) for s in shown.streams} == line.busy_us
+    for stream in shown.streams:
+        mine = shown.on(stream)
+        assert all(a.end_us <= b.start_us for a, b in pairwise(mine)), "two at once"
+    assert shown.on(Stream.GPU)[0].start_us == 0
+    assert max(i.end_us for i in shown.instances) <= line.step_us
+
+
+def test_measured_steps_are_numbered_in_order_of_time() -> None:
+    _, _, _, line = planned(stack(3))
+    measured = twice(line)
+    assert [(i.step, i.op) for i in unroll(measured)] == [(i.step, i.op) for i in unroll(line, 2)]
+    shown = picture(measured)
+    assert shown.num_steps == 2
+    assert shown.end_us == max(s.end_us for s in measured.spans)
+
+
+# ---- the drawing ----
+
+
+def test_gantt_of_a_small_plan(golden: Callable[[str, str], None]) -> None:
+    ops = lower(layers := stack(6), default_decisions(layers, load_profile("h200x1")))
+    line = simulate(ops, plain_us)
+    text = gantt(ops, line, 80)
+    assert text == gantt(ops, line, 80)
+    golden("gantt_stack.txt", text + "\n")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_drawing_keeps_to_its_width(ranks: int) -> None:
+    layers, _, ops, line = planned(qwen3_4b(8, world_size=ranks), "h200x4" if ranks > 1 else "h200x1")
+    curve = memory_over_time(layers, ops, line)
+    for width in (64, 80, 132, 200):
+        drawn = gantt(ops, line, width).splitlines()
+        rows = [text for text in drawn if text.endswith("%")]
+        assert len(rows) == len(line.busy_us)
+        assert {len(row) for row in rows} == {max(map(len, drawn))}
+        assert len(rows[0]) in (width - 1, width)
+        assert max(map(len, memory_chart(curve, width, budget_bytes=2**40).splitlines())) <= width
+
+
+def test_letters_and_idle_columns_are_where_the_ops_are() -> None:
+    made = graph([("copy", "h2d", 30), ("run", "gpu", 40), ("update", "cpu", 30)],
+                 [("copy", "run", 0), ("run", "update", 0), ("update", "copy", 1)])
+    lines = gantt(made, simulate(made, us), 65).splitlines()
+    columns = {line.split()[0]: line[line.index("|") + 1 : line.rindex("|")] for line in lines if line.endswith("%")}
+    num = len(columns["gpu"])
+    assert columns["gpu"] == "F" * round(0.4 * num) + "." * (num - round(0.4 * num))
+    assert columns["cpu"].strip(".") == "U" * columns["cpu"].count("U")
+    assert columns["cpu"].index("U") == columns["gpu"].count("F")
+    assert columns["h2d"].endswith("H")
+    assert any("F forward 40 us" in line for line in lines)
+
+
+def test_a_stream_that_is_hardly_busy_is_small() -> None:
+    made = graph([(f"o{i}", "gpu", 10) for i in range(100)] + [(f"c{i}", "h2d", 1) for i in range(100)],
+                 [(f"c{i}", f"o{i}", 0) for i in range(100)] + [(f"o{i - 1}", f"c{i}", 0) for i in range(1, 100)])  # fmt: skip
+    rows = [line for line in gantt(made, simulate(made, us), 40).splitlines() if line.endswith("%")]
+    assert set(rows[0][5:-8]) <= {"F", "|"}
+    assert "h" in rows[1]
+    assert "H" not in rows[1]
+
+
+def test_every_kind_has_a_letter_of_its_own() -> None:
+    assert len(set(letters().values())) == len(letters()) == len(OpKind)
+
+
+def test_scale_marks_round_times_at_their_place() -> None:
+    text = scale(1000, 80)
+    assert text.startswith("|0")
+    assert text[16:].startswith("|200 us")
+    assert text[48:].startswith("|600 us")
+
+
+def test_a_measured_run_is_drawn_whole() -> None:
+    _, _, ops, line = planned(stack(3))
+    text = gantt(ops, twice(line), 80)
+    assert text.startswith("2 steps measured, ")
+    foreign = replace(line, spans=(*line.spans, Span("someone.else", Stream.HOST, 0, 5)))
+    assert "? other" in gantt(ops, foreign, 80)
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert gantt(OpGraph(), simulate(OpGraph(), us)) == "nothing runs"
+    empty = memory_over_time(stack(2), OpGraph(), simulate(OpGraph(), us))
+    assert memory_chart(empty) == "nothing is held on the device"
+
+
+# ---- memory over time ----
+
+
+@pytest.mark.parametrize(
+    ("layers", "hw_name", "policy"),
+    [
+        (stack(1), "h200x1", None),
+        (stack(5, frozen=(0, 3)), "h200x1", {"window": 2}),
+        (stack(4, tokens=4096, width=64, dtype="float32"), "cpu", {"source": "cast", "grad_slots": 1}),
+        (stack(6, world_size=4), "h200x4", {"delivery": "sharded", "reduction": "cpu"}),
+        (qwen3_4b(64), "h200x1", {"chunks": 2}),
+        (qwen3_4b(16, world_size=4), "a800x4-nvlink", {"source": "cast", "window": 3}),
+    ],
+)
+def test_the_peak_is_the_estimate_to_the_byte(layers: LayerGraph, hw_name: str, policy: dict[str, object] | None) -> None:
+    layers, decisions, ops, line = planned(layers, hw_name, policy)
+    estimate = estimate_memory(layers, decisions)
+    curve = memory_over_time(layers, ops, line)
+    assert curve.peak_bytes == estimate.hbm_bytes
+    assert memory_over_time(layers, ops, twice(line)).peak_bytes == estimate.hbm_bytes
+    peak = curve.at(curve.peak_us)
+    for use, size in estimate.hbm.items():
+        if use in peak:
+            assert peak[use] == size, use
+    assert peak[KEPT] + peak[RUNNING] == max(s.activation_bytes for s in layers.stages)
+    in_use = memory_over_time(layers, ops, line, occupied=True)
+    assert 0 < in_use.peak_bytes <= curve.peak_bytes
+
+
+def test_the_epilogue_is_counted_while_it_runs() -> None:
+    """The head's activations, larger than a layer's, make the peak exactly during the epilogue."""
+    layers = stack(4, tokens=256)
+    head = replace(layers.stages[-1], activation_bytes=10**9)
+    layers, decisions, ops, line = planned(replace(layers, stages=(*layers.stages[:-1], head)))
+    curve = memory_over_time(layers, ops, line)
+    [epilogue] = [i for i in picture(line).instances if i.op == "epilogue"]
+    assert curve.peak_us == epilogue.start_us
+    assert curve.peak_bytes == estimate_memory(layers, decisions).hbm_bytes
+    assert curve.at(epilogue.end_us)[RUNNING] == 0
+
+
+def test_a_large_layer_before_the_turn_needs_less_than_the_estimate() -> None:
+    """The estimate adds the largest stage to all boundaries; when an early layer is it, later boundaries are gone by then."""
+    layers = stack(4, tokens=256)
+    stages = [replace(s, activation_bytes=10**9) if s.name == "L00" else s for s in layers.stages]
+    layers, decisions, ops, line = planned(replace(layers, stages=tuple(stages)))
+    curve = memory_over_time(layers, ops, line)
+    freed = sum(layers.stage(name).boundary_bytes for name in ("L02", "L03", "epilogue"))
+    assert curve.peak_bytes == estimate_memory(layers, decisions).hbm_bytes - freed
+
+
+def test_boundaries_grow_through_the_forward_and_shrink_through_the_backward() -> None:
+    layers, _, ops, line = planned(stack(5))
+    one = layers.stage("L00").boundary_bytes
+    curve = memory_over_time(layers, ops, line)
+    runs = {i.op: i for i in picture(line).instances if i.stream is Stream.GPU}
+    for i in range(5):
+        assert curve.at(runs[f"fwd.L{i:02}"].end_us - 1)[BOUNDARIES] == (i + 2) * one  # its inputs, and what it writes
+        assert curve.at(runs[f"recompute.L{i:02}"].start_us)[BOUNDARIES] == (i + 2) * one  # the last is a gradient by now
+        assert curve.at(runs[f"recompute.L{i:02}"].start_us)[KEPT] == layers.stage("L00").activation_bytes
+    assert curve.at(line.step_us - 1)[BOUNDARIES] == 0
+
+
+def test_highest_moment_of_a_stretch() -> None:
+    curve = MemoryCurve((0, 10, 20, 30), 40, {"a": (1, 5, 2, 0), "b": (0, 0, 4, 0)})
+    assert curve.peak_bytes == 6
+    assert curve.peak_us == 20
+    assert curve.highest_in(0, 10) == {"a": 1, "b": 0}
+    assert curve.highest_in(5, 20) == {"a": 5, "b": 0}
+    assert curve.highest_in(12, 13) == {"a": 5, "b": 0}
+    assert curve.highest_in(0, 40) == {"a": 2, "b": 4}
+
+
+def test_memory_chart(golden: Callable[[str, str], None]) -> None:
+    ops = lower(layers := stack(6), default_decisions(layers, load_profile("h200x1")))
+    curve = memory_over_time(layers, ops, simulate(ops, plain_us))
+    golden("memory_stack.txt", memory_chart(curve, 80, budget_bytes=2**20) + "\n")
