@@ -25,7 +25,7 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracer import Trace
-from slidedp.executor.adam import CpuAdam, NonFiniteGradient
+from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
 from slidedp.executor.buffers import Buffers
@@ -36,7 +36,9 @@ from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
+from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
+from slidedp.executor.updates import UpdateQueue
 from slidedp.executor.words import PeerError
 
 Event = tuple[str, Stream, float, float]
@@ -56,13 +58,14 @@ def update_threads(device: torch.device, world_size: int) -> int:
 class MachineOptions:
     """What the user may choose about running, not about planning.
 
-    `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. Test modes: `delay` gives the
-    seconds to sleep before an op, by name; `poison` fills weight slots with NaN before they are refilled; `trace` gets
-    each op's name, stream, start and end in seconds.
+    `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
+    without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `poison`
+    fills weight slots with NaN before they are refilled; `trace` gets each op's name, stream, start and end in seconds.
     """
 
     update_kernel: str = "auto"
     num_threads: int | None = None
+    native_queue: bool = True
     delay: Callable[[str], float] | None = None
     poison: bool = False
     trace: Callable[[str, Stream, float, float], None] | None = None
@@ -117,6 +120,8 @@ class Machine:
         kernel, threads = self.options.update_kernel, self.options.num_threads
         threads = threads or update_threads(self.backend.device, self.world_size)
         self.adam = CpuAdam(self.state, layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
+        if self.adam.native and self.options.native_queue:
+            self.streams.updates.open_queue(UpdateQueue(self.adam.kernels.library, threads, self.words.shape()))
         self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
         self.buffers = Buffers(graph, self.backend, self.binding, compute_dtype, grad_dtype)
         chunks = [op.chunk.bounds(graph.group_by_name[op.layer], self.world_size) for op in graph
@@ -171,13 +176,12 @@ class Machine:
     def update(self, group: str, lo: int, hi: int, step: Step) -> None:
         """AdamW on this rank's part of a returned gradient chunk."""
         first, last = self.param_span(group)
-        try:
+        with noting(step, group):
             self.adam.update(group, lo, hi, step.number, self.words.any_present(step.number, first, last))
-        except NonFiniteGradient as e:
-            e.add_note(f"step {step.number}: updated before this was seen: {', '.join(sorted(step.updated)) or 'nothing'}; "
-                       "the weights of those layers have moved: start again from saved weights, with a lower learning rate")
-            raise
-        step.updated.add(group)
+
+    def native_updates(self, step: Step) -> StepUpdates | None:
+        """Where the step's updates go; None if they must run as Python functions."""
+        return StepUpdates(self, step) if step.training and self.streams.updates.takes_updates else None
 
     def param_span(self, group: str) -> tuple[int, int]:
         """Presence flags of the group's trainable parameters, which come first in it."""
