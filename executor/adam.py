@@ -12,9 +12,12 @@ Both follow ``torch.optim.AdamW`` (torch/optim/adam.py, ``_single_tensor_adam`` 
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +27,7 @@ from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.optimizer import AdamW
 from slidedp.executor.host_state import HostState
 from slidedp.executor.kernels import HostKernels, Kernel
-from slidedp.executor.native.build import SEGMENT
+from slidedp.executor.native.build import DTYPE_CODES, PART, Recipe
 
 _LR_HISTORY = 8  # steps whose learning rates are remembered: more than can be in flight
 
@@ -40,15 +43,13 @@ class NonFiniteGradient(RuntimeError):
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _GroupSteps:
     """How many gradients each trainable parameter of a group has had, and the step in which that was last counted."""
 
     params: tuple[Param, ...]
     decay: np.ndarray  # bool [params]
-    counts: np.ndarray  # int64 [params]
-    counted_step: int = -1
-    present: np.ndarray | None = None  # bool [params], as of counted_step
+    record: np.ndarray  # int64 [1 + params]: the step, then the counts; native updates write it too
     cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def cut(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -58,6 +59,31 @@ class _GroupSteps:
             table = np.array([part for part in parts if part[1] < part[2]], dtype=np.int64).reshape(-1, 3)
             self.cuts[lo, hi] = (table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy())
         return self.cuts[lo, hi]
+
+    @property
+    def counts(self) -> np.ndarray:
+        return self.record[1:]
+
+    def count(self, step: int, present: np.ndarray) -> None:
+        """`present`: bool, one a parameter; counted at the first call of a step."""
+        if self.record[0] != step:
+            self.record[0] = step
+            self.record[1:] += present
+
+
+class BoundUpdate:
+    """One range of a group, with all that is known of its update before any step is.
+
+    `parts` (dtype PART): the elements of each trainable parameter in ``[lo, hi)``. `handle`: the native object, which lives as
+    long as this one; 0 for torch's kernel.
+    """
+
+    __slots__ = ("__weakref__", "_steps", "group", "handle", "hi", "lo", "parts")
+
+    def __init__(self, group: str, lo: int, hi: int, steps: _GroupSteps) -> None:
+        self.group, self.lo, self.hi, self.handle = group, lo, hi, 0
+        self._steps = steps  # the native object writes its record
+        self.parts = np.array([(i, a, b, steps.decay[i]) for i, a, b in zip(*steps.cut(lo, hi), strict=True)], dtype=PART)
 
 
 class CpuAdam:
@@ -88,7 +114,8 @@ class CpuAdam:
         for g in groups:
             params = tuple(p for p in g.params if p.trainable)
             decay = np.array([optimizer.decays(p.name) for p in params], dtype=bool)
-            self._groups[g.name] = _GroupSteps(params, decay, np.zeros(len(params), dtype=np.int64))
+            self._groups[g.name] = _GroupSteps(params, decay, np.array([-1] + len(params) * [0], dtype=np.int64))
+        self._bound: dict[tuple[str, int, int], BoundUpdate] = {}
 
     # ---- hyperparameters and counters -------------------------------------------------------------------------
 
@@ -113,60 +140,79 @@ class CpuAdam:
             raise ValueError(f"optimizer state: no step count for {', '.join(missing[:5])}; it is another model's")
         for g in self._groups.values():
             g.counts[:] = [steps[p.name] for p in g.params]
-            g.counted_step, g.present = -1, None
+            g.record[0] = -1
 
     # ---- the update -------------------------------------------------------------------------------------------
 
     def update(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None) -> None:
         """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
 
-        See :meth:`parts` for `step` and `present`. Parameters without a gradient are left alone, moments and step count
-        included. Padding is never touched.
+        `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
+        `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
+        a gradient are left alone, moments and step count included. Padding is never touched.
         Raises NonFiniteGradient; the block (native) or the range (torch) with the bad element is then unchanged.
         """
-        g, index, starts, ends = self.parts(group, lo, hi, step, present)
-        if index.size:
-            (self._native if self.native else self._torch)(group, g, index, starts, ends, step)
+        if self.native:
+            flags = None if present is None else self._flags(group, present)
+            handle = self.bind(group, lo, hi).handle
+            self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags), step)
+        else:
+            self._torch(group, *self.parts(group, lo, hi, step, present), step)
+
+    def _flags(self, group: str, present: np.ndarray | Sequence[bool]) -> np.ndarray:
+        flags = np.array(present, dtype=bool)
+        assert flags.shape == self._groups[group].counts.shape, (group, flags.shape)
+        return flags
 
     def parts(
         self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None
     ) -> tuple[_GroupSteps, np.ndarray, np.ndarray, np.ndarray]:
         """What ``[lo, hi)`` has of parameters with a gradient: their indices, and where each part starts and ends.
 
-        `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
-        `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all.
+        `step` and `present` as for :meth:`update`. For an update in Python: native ones count for themselves.
         """
         g = self._groups[group]
-        assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, (group, lo, hi)
-        if g.counted_step != step:
-            g.present = np.ones(len(g.params), dtype=bool) if present is None else np.array(present, dtype=bool)
-            assert g.present.shape == g.counts.shape, (group, g.present.shape)
-            g.counts += g.present
-            g.counted_step = step
+        flags = np.ones(g.counts.shape, dtype=bool) if present is None else self._flags(group, present)
+        g.count(step, flags)
         index, starts, ends = g.cut(lo, hi)
-        assert g.present is not None
-        had = g.present[index]
+        had = flags[index]
         return g, index[had], starts[had], ends[had]
 
-    def _native(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int) -> None:
-        opt, lr, state = self.optimizer, self.lr(step), self._state
-        segments = np.zeros(index.size, dtype=SEGMENT)
-        segments["start"], segments["end"] = starts, ends
-        segments["keep"] = np.where(g.decay[index], 1 - lr * opt.weight_decay, 1.0)
-        for count in np.unique(g.counts[index]):  # nearly always one; Python's doubles, as torch computes them
-            same = g.counts[index] == count
-            segments["step_size"][same] = lr / (1 - opt.betas[0] ** int(count))
-            segments["inv_bias2_sqrt"][same] = (1 - opt.betas[1] ** int(count)) ** -0.5
-        bad = self.kernels.adamw(
-            (state.master[group], state.exp_avg[group], state.exp_avg_sq[group]),
-            state.grad[group],
-            state.shadow.get(group),
-            segments,
-            opt.betas,
-            opt.eps,
+    def cut(self, group: str, lo: int, hi: int) -> tuple[_GroupSteps, np.ndarray, np.ndarray, np.ndarray]:
+        """The same of all trainable parameters; counts nothing."""
+        return self._groups[group], *self._groups[group].cut(lo, hi)
+
+    def bind(self, group: str, lo: int, hi: int) -> BoundUpdate:
+        """The update of elements ``[lo, hi)`` of `group`; made once: plans repeat."""
+        if (group, lo, hi) not in self._bound:
+            assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, (group, lo, hi)
+            bound = self._bound[group, lo, hi] = BoundUpdate(group, lo, hi, self._groups[group])
+            if self.native:
+                self._make_native(bound)
+        return self._bound[group, lo, hi]
+
+    def _make_native(self, bound: BoundUpdate) -> None:
+        state, group, opt = self._state, bound.group, self.optimizer
+        record, grad, shadow = self._groups[group].record, state.grad[group], state.shadow.get(group)
+        library: Any = self.kernels.library
+        bound.handle = library.slidedp_update_create(
+            *(t[group].data_ptr() for t in (state.master, state.exp_avg, state.exp_avg_sq)),
+            grad.data_ptr(),
+            DTYPE_CODES[grad.dtype],
+            None if shadow is None else shadow.data_ptr(),
+            0 if shadow is None else DTYPE_CODES[shadow.dtype],
+            bound.parts.ctypes.data,
+            bound.parts.size,
+            record.ctypes.data,
+            record.size - 1,
+            ctypes.byref(Recipe(*opt.betas, opt.eps, opt.weight_decay)),
         )
+        weakref.finalize(bound, library.slidedp_update_destroy, bound.handle).atexit = False
+
+    def raise_nonfinite(self, group: str, bad: int, step: int) -> None:
+        """Raises NonFiniteGradient for the element `bad` of a native result, if it is one."""
         if bad >= 0:
-            param = next(p for p in g.params if p.offset <= bad < p.offset + p.numel)
+            param = next(p for p in self._groups[group].params if p.offset <= bad < p.offset + p.numel)
             raise NonFiniteGradient(group, param.name, step)
 
     @torch.no_grad()

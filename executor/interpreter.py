@@ -22,6 +22,7 @@ from slidedp.executor.backend import poison
 from slidedp.executor.step import Step
 
 if TYPE_CHECKING:
+    from slidedp.executor.adam import BoundUpdate
     from slidedp.executor.machine import Machine
     from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
@@ -43,6 +44,7 @@ class Interpreter:
         self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
         self.rank, self.world = machine.rank, machine.world_size
         self.op_names = tuple(op.name for op in graph.ops)
+        self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
@@ -99,12 +101,17 @@ class Interpreter:
     def run(self, step: Step, previous: Mapping[str, Ticket]) -> None:
         """Submit every op of one step. `previous`: the tickets of the step before (empty after a drain)."""
         streams, tickets = self.machine.streams, step.tickets
+        updates = self.machine.native_updates(step)
         for op, task, same, before, across in self.program:
             waits = [tickets[name] for name in same]
             waits += [previous[name] for name in before if name in previous]
-            gate = partial(self.machine.ranks_have, self.machine.expected(across, step.number)) if across else None
-            ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
-                                               need_done=op.name in self.watched)
+            expected = self.machine.expected(across, step.number) if across else ()
+            if updates is not None and op.name in self.bound:
+                ticket = updates.submit(op, *self.bound[op.name], waits, expected)
+            else:
+                gate = partial(self.machine.ranks_have, expected) if across else None
+                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
+                                                   need_done=op.name in self.watched)
             if op.name in self.published:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
@@ -245,6 +252,8 @@ class Interpreter:
 
     def cpu_update(self, op: Op) -> Task:
         (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
+        if self.machine.adam.native:
+            self.bound[op.name] = self.machine.adam.bind(group, lo, hi), self.machine.param_span(group)[0]
 
         def task(step: Step) -> None:
             if not math.isfinite(step.global_loss()):

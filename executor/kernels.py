@@ -68,6 +68,11 @@ class HostKernels:
     def native(self) -> bool:
         return self._library is not None
 
+    @property
+    def library(self) -> Any:
+        """The native library, or None."""
+        return self._library
+
     def handles(self, *dtypes: torch.dtype | None) -> bool:
         """True if the native library is there and knows these element types."""
         return self.native and all(d is None or d in DTYPE_CODES for d in dtypes)
@@ -129,6 +134,15 @@ class HostKernels:
             1 - betas[1],
             eps,
         )
+        return bad
+
+    def update(self, handle: int, step: int, lr: float, present: np.ndarray | None) -> int:
+        """A native update (see :class:`slidedp.executor.adam.BoundUpdate`). `present`: bool, one a parameter of the group.
+
+        Returns as :meth:`adamw` does.
+        """
+        flags = None if present is None else present.ctypes.data
+        bad: int = self._library.slidedp_update_now(self._pool, handle, step, lr, flags)
         return bad
 
 

@@ -39,7 +39,9 @@ from slidedp.executor.kernels import HostKernels, Kernel
 from slidedp.executor.resident import ResidentState, ServiceWords
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
+from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
+from slidedp.executor.updates import UpdateQueue
 from slidedp.executor.words import PeerError
 
 Event = tuple[str, Stream, float, float]
@@ -61,13 +63,14 @@ def update_threads(device: torch.device, world_size: int) -> int:
 class MachineOptions:
     """What the user may choose about running, not about planning.
 
-    `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. Test modes: `delay` gives the
-    seconds to sleep before an op, by name; `poison` fills weight slots with NaN before they are refilled; `trace` gets
-    each op's name, stream, start and end in seconds.
+    `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
+    without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `poison`
+    fills weight slots with NaN before they are refilled; `trace` gets each op's name, stream, start and end in seconds.
     """
 
     update_kernel: str = "auto"
     num_threads: int | None = None
+    native_queue: bool = True
     delay: Callable[[str], float] | None = None
     poison: bool = False
     trace: Callable[[str, Stream, float, float], None] | None = None
@@ -127,6 +130,8 @@ class Machine:
         kernel, threads = self.options.update_kernel, self.options.num_threads
         threads = threads or update_threads(self.backend.device, self.world_size)
         self.adam = CpuAdam(self.state, layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
+        if self.adam.native and self.options.native_queue:
+            self.streams.updates.open_queue(UpdateQueue(self.adam.kernels.library, threads, self.words.shape()))
         self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
         self.buffers = Buffers(graph, self.backend, self.binding, compute_dtype, grad_dtype)
         self.resident = ResidentState(
@@ -184,16 +189,18 @@ class Machine:
 
     def update(self, group: str, lo: int, hi: int, step: Step) -> None:
         """AdamW on this rank's part of a returned gradient chunk."""
-        with step.says_what_moved():
+        with noting(step, group):
             self.adam.update(group, lo, hi, step.number, self.present(group, step))
-        step.updated.add(group)
+
+    def native_updates(self, step: Step) -> StepUpdates | None:
+        """Where the step's updates go; None if they must run as Python functions."""
+        return StepUpdates(self, step) if step.training and self.streams.updates.takes_updates else None
 
     def update_resident(self, group: str, lo: int, hi: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
         """The same in HBM, issued to the device."""
         assert self.resident is not None
-        with step.says_what_moved():
+        with noting(step, group):
             self.resident.update(group, lo, hi, gradient, weights, step.number, self.present(group, step))
-        step.updated.add(group)
 
     def present(self, group: str, step: Step) -> np.ndarray:
         """Which of the group's trainable parameters have had a gradient on any rank."""

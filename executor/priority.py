@@ -120,6 +120,9 @@ class PriorityStream(Worker):
     def _track(self, ticket: Ticket) -> None:
         """Nothing to do: host ops are done when they return."""
 
+    def _halt(self) -> None:
+        """Nothing to do: ops look at the error before they start."""
+
     def _abort(self, error: BaseException) -> None:
         with self._changed:
             entries = list(self._outstanding.values())

@@ -4,6 +4,7 @@
     worker.py    Worker: a stream's thread, and `submit`
     OpStream     first in, first out; with a device queue, "running" an op means issuing its work to that queue
     priority.py  PriorityStream: host ops that run as their waits complete, earliest deadline first
+    updates.py   UpdateStream: the same, with a native queue for the updates
     Streams      one of these for each member of `slidedp.compiler.ops.Stream`, and the one error they share
 
 An error in any op aborts all streams: every unfinished ticket fails, every waiter wakes, later submissions raise
@@ -20,8 +21,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from slidedp.compiler.ops import Stream
-from slidedp.executor.priority import PriorityStream
 from slidedp.executor.tickets import Aborted, Ticket
+from slidedp.executor.updates import UpdateStream
 from slidedp.executor.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, DeviceQueue, Task, Worker
 
 JOIN_S = 10.0
@@ -120,6 +121,9 @@ class OpStream(Worker):
             self._completing = None
             del item, ticket, begin
 
+    def _halt(self) -> None:
+        """Nothing to do: ops look at the error before they start."""
+
     def _abort(self, error: BaseException) -> None:
         pending = [t for t in (self._current, self._completing) if t is not None]
         for queue in (self._queue, self._issued):
@@ -166,7 +170,7 @@ class Streams(Mapping[Stream, Worker]):
         for stream in Stream:
             start = partial(enter, stream) if enter is not None else None
             if stream is Stream.CPU:
-                self._members[stream] = PriorityStream(stream, self, start)
+                self._members[stream] = self.updates = UpdateStream(stream, self, start)
             else:
                 self._members[stream] = OpStream(stream, self, (devices or {}).get(stream), start)
 
@@ -187,6 +191,9 @@ class Streams(Mapping[Stream, Worker]):
         """Fails every unfinished ticket of every stream. The first error stays; what it cancels does not count."""
         with self._lock:
             if self.error is None:
+                # Before anybody can see the error and fail a ticket for it: native code takes that for an arrival.
+                for member in list(self._members.values()):
+                    member._halt()
                 self.error = error.__cause__ if isinstance(error, Aborted) and error.__cause__ is not None else error
         for member in list(self._members.values()):
             member._abort(self.error)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slidedp.executor.native.build import NativeUnavailable, load_library
+from slidedp.executor.native.build import NativeUnavailable, Ranks, load_library
 from slidedp.executor.segment import SharedSegment
 
 Check = Callable[[], None]
@@ -242,6 +242,24 @@ class Words:
     def raise_if_aborted(self) -> None:
         if (record := self.aborted()) is not None:
             raise record.error()
+
+    # ---- for native code that reads the same cells ------------------------------------------------------------
+
+    def shape(self) -> Ranks:
+        """How the cells below are laid out."""
+        return Ranks(self.world_size, self.layout.row, _LINE)
+
+    def address_of_word(self, word: int) -> int:
+        """Of rank 0's; the other ranks' follow it."""
+        return int(self._words.ctypes.data) + self._words.strides[0] * word
+
+    def address_of_losses(self, step: int) -> int:
+        """Of rank 0's loss cell of `step`: its stamp, which is ``step + 1`` once the loss behind it is there."""
+        return int(self._losses[step % LOSS_DEPTH].ctypes.data)
+
+    def address_of_present(self, step: int, param: int) -> int:
+        """Of rank 0's flag of `param`."""
+        return int(self._present[step % 2].ctypes.data) + param
 
     # ---- accesses ---------------------------------------------------------------------------------------------
 

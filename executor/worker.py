@@ -91,6 +91,10 @@ class Worker(ABC):
         """Somebody waits for the completion of an issued `ticket` that was submitted without `need_done`."""
 
     @abstractmethod
+    def _halt(self) -> None:
+        """What this stream runs without Python, which cannot look at the error, must not begin any more. Precedes `_abort`."""
+
+    @abstractmethod
     def _abort(self, error: BaseException) -> None:
         """Fails every unfinished ticket. From any thread."""
 

@@ -135,6 +135,11 @@ def test_updates_run_under_the_next_forward(undisturbed):
     assert overlapped == [True, True], "forward 2 waits for an update that it does not need yet"
 
 
+def test_the_python_queue_gives_the_same_bits(undisturbed):
+    """Updates of the undisturbed runs went to the native queue, where there is one."""
+    assert train(plan_of(POLICIES[0], MachineOptions(native_queue=False))).digest() == undisturbed
+
+
 def test_measure_records_every_op():
     plan = plan_of({"window": 2, "chunks": 2})
     with plan:

@@ -1,51 +1,22 @@
 // Host-side kernels of SlideDP: AdamW over segments of a flat group, FP32 -> BF16 cast, rank-ordered reduction, and
-// release/acquire words. Plain C ABI, called through ctypes (which drops the GIL); no torch headers.
-//
-// Bits never depend on where a range is cut, on the thread that works on it, or on the vector width: every element goes
-// through the same sequence of single IEEE operations (built with -ffp-contract=off and without -ffast-math, so there is
-// no FMA in one place and a multiply and an add in another). The loops are memory-bound; what FMA would save is hidden.
+// release/acquire words. Plain C ABI, called through ctypes (which drops the GIL); no torch headers. See elements.h for
+// the arithmetic, queue.cpp for updates that run without Python.
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <cmath>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
+
+#include "update.h"
 
 namespace {
 
-constexpr int64_t kBlock = 1 << 17;  // elements a thread takes at a time: a preempted thread holds up one block, not a share
-constexpr int64_t kTile = 1024;      // elements whose converted values wait in L1 before they are stored
-
-enum Dtype : int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2 };
-
-inline uint32_t bits_of(float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, sizeof u);
-    return u;
-}
-inline float float_of(uint32_t u) {
-    float x;
-    std::memcpy(&x, &u, sizeof x);
-    return x;
-}
-
-inline float widen(float x) { return x; }
-inline float widen(uint16_t x) { return float_of(uint32_t(x) << 16); }
-
-inline void narrow(float x, float& out) { out = x; }
-inline void narrow(float x, uint16_t& out) {  // round to nearest even; NaN becomes the quiet NaN 0x7FC0, as in c10::BFloat16
-    uint32_t u = bits_of(x);
-    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    out = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
+using namespace slidedp;
 
 // ---- threads ----------------------------------------------------------------------------------------------------
 
@@ -125,110 +96,18 @@ void parallel(Pool* pool, int64_t items, F& body) {
     pool->run([](void* context, int64_t i) { (*static_cast<F*>(context))(i); }, &body, items);
 }
 
-// ---- elements ---------------------------------------------------------------------------------------------------
+// ---- work over ranges ---------------------------------------------------------------------------------------------
 
-// Stores a tile past the caches: what is written here is read next by DMA, not by this core (8 % of the update's time).
-void store_tile(void* dst, const void* tile, int64_t nbytes) {
-#ifdef __SSE2__
-    if ((reinterpret_cast<uintptr_t>(dst) & 15) == 0) {
-        int64_t whole = nbytes & ~int64_t(15);
-        for (int64_t i = 0; i < whole; i += 16)
-            _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<char*>(dst) + i),
-                             _mm_load_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(tile) + i)));
-        std::memcpy(static_cast<char*>(dst) + whole, static_cast<const char*>(tile) + whole, nbytes - whole);
-        return;
-    }
-#endif
-    std::memcpy(dst, tile, nbytes);
-}
-
-void fence_streamed() {  // streaming stores are weakly ordered: without this a later release word could overtake them
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
-}
-
-bool any_nonfinite(const float* g, int64_t n) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t magnitude = bits_of(g[i]) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest >= 0x7f800000u;
-}
-bool any_nonfinite(const uint16_t* g, int64_t n) {
-    uint16_t largest = 0;
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t magnitude = g[i] & 0x7fffu;
-        largest = magnitude > largest ? magnitude : largest;
-    }
-    return largest >= 0x7f80u;
-}
-
-struct Segment {  // mirrors SEGMENT in executor/native/build.py
-    int64_t start, end;     // elements of the flat group
-    float keep;             // 1 - lr * weight_decay
-    float step_size;        // lr / (1 - beta1^t)
-    float inv_bias2_sqrt;   // 1 / sqrt(1 - beta2^t)
-    float unused;
-};
-struct Betas {
-    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-};
-
-// torch.optim.AdamW, operation for operation up to the rounding of its lerp and its division by sqrt(bias correction 2).
-template <class G, class S>
-void update_tile(float* __restrict p, float* __restrict m, float* __restrict v, const G* __restrict g, S* __restrict out,
-                 int64_t n, const Segment& s, const Betas& b) {
-    for (int64_t i = 0; i < n; i++) {
-        float grad = widen(g[i]);
-        float mean = b.beta1 * m[i] + b.one_minus_beta1 * grad;
-        float square = b.beta2 * v[i] + b.one_minus_beta2 * grad * grad;
-        float denom = std::sqrt(square) * s.inv_bias2_sqrt + b.eps;
-        float param = p[i] * s.keep - s.step_size * mean / denom;
-        m[i] = mean, v[i] = square, p[i] = param;
-        narrow(param, out[i]);
-    }
-}
-
-template <class G, class S>
-void update_block(float* p, float* m, float* v, const G* g, S* shadow, int64_t lo, int64_t hi, const Segment& s,
-                  const Betas& b) {
-    alignas(64) S tile[kTile];
-    for (int64_t i = lo; i < hi; i += kTile) {
-        int64_t n = hi - i < kTile ? hi - i : kTile;
-        update_tile(p + i, m + i, v + i, g + i, tile, n, s, b);
-        if (shadow) store_tile(shadow + i, tile, n * int64_t(sizeof(S)));
-    }
-    fence_streamed();
-}
-
-template <class G, class S>
-int64_t adamw(Pool* pool, float* p, float* m, float* v, const G* g, S* shadow, const Segment* segments, int64_t count,
-              const Betas& betas) {
-    std::vector<int64_t> first(count + 1, 0);  // number of the first block of each segment
-    for (int64_t i = 0; i < count; i++)
-        first[i + 1] = first[i] + (segments[i].end - segments[i].start + kBlock - 1) / kBlock;
+// The least of what `run(block)` returns over all blocks, -1 (nothing wrong) left out of it; -1 if that is all there is.
+template <class Run>
+int64_t run_blocks(Pool* pool, int64_t count, Run run) {
     std::atomic<int64_t> bad{INT64_MAX};
     auto body = [&](int64_t block) {
-        int64_t low = 0, high = count;  // the segment that holds this block: first[low] <= block < first[low + 1]
-        while (high - low > 1) {
-            int64_t middle = (low + high) / 2;
-            (first[middle] <= block ? low : high) = middle;
+        int64_t at = run(block), seen = bad.load();
+        while (at >= 0 && at < seen && !bad.compare_exchange_weak(seen, at)) {
         }
-        while (first[low + 1] <= block) low++;  // past empty segments
-        const Segment& s = segments[low];
-        int64_t lo = s.start + (block - first[low]) * kBlock;
-        int64_t hi = lo + kBlock < s.end ? lo + kBlock : s.end;
-        if (any_nonfinite(g + lo, hi - lo)) {
-            int64_t seen = bad.load();
-            while (lo < seen && !bad.compare_exchange_weak(seen, lo)) {
-            }
-            return;
-        }
-        update_block(p, m, v, g, shadow, lo, hi, s, betas);
     };
-    parallel(pool, first[count], body);
+    parallel(pool, count, body);
     return bad.load() == INT64_MAX ? -1 : bad.load();
 }
 
@@ -267,13 +146,6 @@ void cast(Pool* pool, const float* source, T* out, int64_t numel) {
     parallel(pool, (numel + kBlock - 1) / kBlock, body);
 }
 
-template <class G>
-int64_t adamw_shadow(Pool* pool, float* p, float* m, float* v, const G* g, void* shadow, int32_t dtype,
-                     const Segment* segments, int64_t count, const Betas& betas) {
-    if (dtype == kBFloat16) return adamw(pool, p, m, v, g, static_cast<uint16_t*>(shadow), segments, count, betas);
-    return adamw(pool, p, m, v, g, static_cast<float*>(dtype == kNone ? nullptr : shadow), segments, count, betas);
-}
-
 }  // namespace
 
 extern "C" {
@@ -286,12 +158,20 @@ void slidedp_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 int64_t slidedp_adamw(void* pool, float* p, float* m, float* v, const void* grad, int32_t grad_dtype, void* shadow,
                       int32_t shadow_dtype, const void* segments, int64_t num_segments, float beta1, float one_minus_beta1,
                       float beta2, float one_minus_beta2, float eps) {
-    Betas betas{beta1, one_minus_beta1, beta2, one_minus_beta2, eps};
     auto* list = static_cast<const Segment*>(segments);
-    auto* threads = static_cast<Pool*>(pool);
-    if (grad_dtype == kBFloat16)
-        return adamw_shadow(threads, p, m, v, static_cast<const uint16_t*>(grad), shadow, shadow_dtype, list, num_segments, betas);
-    return adamw_shadow(threads, p, m, v, static_cast<const float*>(grad), shadow, shadow_dtype, list, num_segments, betas);
+    Blocks blocks(std::vector<Segment>(list, list + num_segments));
+    Tensors tensors{p, m, v, grad, shadow};
+    Betas betas{beta1, one_minus_beta1, beta2, one_minus_beta2, eps};
+    UpdateBlock run = update_block_of(grad_dtype, shadow_dtype);
+    return run_blocks(static_cast<Pool*>(pool), blocks.count(),
+                      [&](int64_t block) { return blocks.update(block, run, tensors, betas); });
+}
+
+// An update of `queue.cpp` done at once, by the caller and its pool; `present`: one flag a parameter, or null. Returns as above.
+int64_t slidedp_update_now(void* pool, const void* update, int64_t step, double lr, const uint8_t* present) {
+    auto* the = static_cast<const Update*>(update);
+    Blocks blocks = the->begin(step, lr, Present{present, 1, 0});
+    return run_blocks(static_cast<Pool*>(pool), blocks.count(), [&](int64_t block) { return the->run(blocks, block); });
 }
 
 void slidedp_cast(void* pool, const float* source, void* out, int32_t dtype, int64_t numel) {

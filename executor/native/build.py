@@ -1,7 +1,12 @@
-"""Compiles ``adamw.cpp`` at first use with torch's extension builder and declares its functions to ctypes.
+"""Compiles this folder's C++ at first use with torch's extension builder and declares its functions to ctypes.
+
+    elements.h   what one thread does to one range of elements
+    update.h     one CPU update of a plan, and the blocks that it is cut into
+    adamw.cpp    calls that return when the work is done: update, cast, reduction; and words shared with other processes
+    queue.cpp    updates that are queued and run without Python
 
 The library is kept under torch's extension cache, in a folder named by a hash of everything its bits depend on: the
-source, the flags, the processor's features and torch's version. Any number of processes may ask at once: a file lock
+sources, the flags, the processor's features and torch's version. Any number of processes may ask at once: a file lock
 lets one build, and the finished library appears by a rename, so nobody ever loads half of it. (torch's own lock file
 outlives a killed process and then blocks all others for good; ``flock`` ends with its holder.)
 """
@@ -22,17 +27,50 @@ from typing import Any
 import numpy as np
 import torch
 
-SOURCE = Path(__file__).with_name("adamw.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "adamw.cpp", FOLDER / "queue.cpp")
 
 SEGMENT = np.dtype(
     [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("unused", "<f4")]
 )
 """Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients."""
 
+PART = np.dtype([("param", "<i8"), ("start", "<i8"), ("end", "<i8"), ("decays", "<i8")])
+"""Mirrors ``struct Part``: elements ``[start, end)`` of a group, of its trainable parameter number `param`."""
+
+GATE = np.dtype([("words", "<u8"), ("at_least", "<i8")])
+"""Mirrors ``struct Gate``: the address of one word a rank, and what each has to reach."""
+
+COMPLETION = np.dtype([("id", "<i8"), ("result", "<i8"), ("start_s", "<f8"), ("end_s", "<f8")])
+"""Mirrors ``struct Completion``. `result`: DONE, SKIPPED, or the first element of a block with a gradient that is not finite."""
+
+DONE, SKIPPED = -1, -2
+"""Results of an update: SKIPPED when the loss of its step is not finite."""
+
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 """Mirrors ``enum Dtype``; 0 stands for no tensor."""
 
-_POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_POINTER, _INT32, _INT64, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+
+
+class Recipe(ctypes.Structure):
+    """Mirrors ``struct Recipe``: what an optimizer keeps for all steps."""
+
+    _fields_ = [("beta1", _DOUBLE), ("beta2", _DOUBLE), ("eps", _DOUBLE), ("weight_decay", _DOUBLE)]
+
+
+class Ranks(ctypes.Structure):
+    """Mirrors ``struct Ranks``: how what the ranks share is laid out. Strides: in bytes and in int64s."""
+
+    _fields_ = [("num_ranks", _INT64), ("present_stride", _INT64), ("loss_stride", _INT64)]
+
+
+class StepConstants(ctypes.Structure):
+    """Mirrors ``struct Step``: what all updates of a step share. `losses`: 0, or the address of rank 0's loss cell."""
+
+    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER)]
+
+
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slidedp_pool_create": (_POINTER, [_INT32]),
     "slidedp_pool_destroy": (None, [_POINTER]),
@@ -40,11 +78,29 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _INT64,
         [_POINTER] * 5 + [_INT32, _POINTER, _INT32, _POINTER, _INT64] + [_FLOAT] * 5,
     ),
+    "slidedp_update_create": (
+        _POINTER,
+        [_POINTER] * 4 + [_INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
+    ),
+    "slidedp_update_destroy": (None, [_POINTER]),
+    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER]),
+    "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),
+    "slidedp_queue_close": (None, [_POINTER]),
+    "slidedp_queue_destroy": (None, [_POINTER]),
+    "slidedp_queue_add": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _INT64]),
+    "slidedp_queue_arrive": (None, [_POINTER, _INT64]),
+    "slidedp_queue_halt": (None, [_POINTER]),
+    "slidedp_queue_stop": (None, [_POINTER]),
+    "slidedp_queue_collect": (_INT64, [_POINTER, _POINTER, _INT64]),
     "slidedp_cast": (None, [_POINTER, _POINTER, _POINTER, _INT32, _INT64]),
     "slidedp_reduce": (None, [_POINTER, _POINTER, _INT64, _POINTER, _INT32, _INT64]),
     "slidedp_store_release": (None, [_POINTER, _INT64]),
     "slidedp_load_min": (_INT64, [_POINTER, _INT64]),
 }
+
+_SHORT = {"slidedp_queue_add", "slidedp_queue_arrive", "slidedp_queue_halt", "slidedp_queue_stop", "slidedp_store_release",
+          "slidedp_load_min"}
+"""Calls of a microsecond or less: the GIL is kept, for getting it back may take a thousand times as long."""
 
 
 class NativeUnavailable(RuntimeError):
@@ -73,7 +129,7 @@ def load_library(build_root: Path | None = None) -> ctypes.CDLL:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # two ranks at first use: the second finds the first one's library
                 if not library.exists():
                     _build(cpp_extension, f"slidedp_host_{key}", flags, folder, library)
-        return _declare(ctypes.CDLL(str(library)))
+        return _declare(str(library))
     except OSError as error:
         raise NativeUnavailable(f"{library}: {error}") from error
 
@@ -88,19 +144,19 @@ def _build(cpp_extension: Any, name: str, flags: list[str], folder: Path, librar
         try:
             cpp_extension.load(
                 name,
-                [str(SOURCE)],
+                [str(source) for source in SOURCES],
                 extra_cflags=flags,
                 build_directory=workspace,
                 with_cuda=False,
                 is_python_module=False,
             )
         except (RuntimeError, ImportError) as error:
-            raise NativeUnavailable(f"compiling {SOURCE.name} failed: {str(error).strip()[-2000:]}") from error
+            raise NativeUnavailable(f"compiling {FOLDER.name} failed: {str(error).strip()[-2000:]}") from error
         os.replace(Path(workspace) / f"{name}.so", library)
 
 
 def _flags() -> list[str]:
-    # No contraction and no fast-math: see the head of adamw.cpp. The two -fno flags only drop errno and trap handling,
+    # No contraction and no fast-math: see the head of elements.h. The two -fno flags only drop errno and trap handling,
     # without which sqrt and conditional moves do not vectorise; values are untouched.
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     return ["-O3", native, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -112,12 +168,15 @@ def _key(flags: list[str]) -> str:
         features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
     except (OSError, StopIteration):
         features = platform.processor()
-    parts = [SOURCE.read_bytes(), " ".join(flags).encode(), features.encode(), torch.__version__.encode()]
+    texts = [path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
+    parts = [*texts, " ".join(flags).encode(), features.encode(), torch.__version__.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(path: str) -> ctypes.CDLL:
+    library, short = ctypes.CDLL(path), ctypes.PyDLL(path)
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(short if name in _SHORT else library, name)
         function.restype, function.argtypes = result, arguments
+        setattr(library, name, function)
     return library

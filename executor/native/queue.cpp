@@ -1,0 +1,301 @@
+// Updates that run without Python: earliest deadline first, on threads of their own.
+//
+// The threads take blocks, not updates: who finds no block left of the update in progress begins the next one. So no thread
+// waits for another between two updates, and one that is preempted holds up one block. An update may begin once all that it
+// waits for has arrived, the words that other ranks release have reached its gates, and all ranks' losses of its step are
+// known; of those that may, the one of earliest (deadline, id) does. An update that has begun is worked on to its end.
+//
+// Python adds updates and says what has arrived; one Python thread collects what is complete, blocked in here without the
+// GIL. No thread in here ever takes the GIL and the mutex is held for microseconds, so the short calls are made with the GIL
+// held: giving it up would cost more than the call.
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "update.h"
+
+namespace {
+
+using namespace slidedp;
+using Microseconds = std::chrono::microseconds;
+
+constexpr int64_t kDone = -1, kSkipped = -2;  // results; others: the first element left untouched
+constexpr Microseconds kFirstPause{20}, kLongestPause{1000};  // between looks at words that other processes write
+
+struct Ranks {  // mirrors Ranks in executor/native/build.py: the shape of what the ranks share, the same for all steps
+    int64_t num_ranks;
+    int64_t present_stride;  // bytes from one rank's presence flags to the next one's
+    int64_t loss_stride;     // int64s from one rank's loss cell to the next one's
+};
+struct Step {  // mirrors StepConstants in executor/native/build.py
+    int64_t step;
+    double lr;
+    int64_t loss_stamp;
+    const int64_t* losses;  // (stamp, bits of a double), one a rank; an update waits for `loss_stamp` in all. Null: no wait
+};
+struct Gate {  // mirrors GATE: open once every rank's word has reached `at_least`
+    const int64_t* words;
+    int64_t at_least;
+};
+struct Completion {  // mirrors COMPLETION
+    int64_t id, result;
+    double start_s, end_s;  // monotonic clock; spans do not overlap
+};
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+int64_t acquire(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
+struct Task {
+    int64_t id, deadline, missing;
+    const Update* update;
+    const uint8_t* present;
+    Step step;
+    std::vector<Gate> gates;
+
+    Blocks blocks;
+    int64_t num_taken = 0, num_done = 0, bad = kDone;
+    double start_s = 0;
+
+    std::pair<int64_t, int64_t> key() const { return {deadline, id}; }
+
+    bool may_begin(int64_t num_ranks, int64_t loss_stride) const {
+        for (const Gate& gate : gates)
+            for (int64_t rank = 0; rank < num_ranks; rank++)
+                if (acquire(gate.words + rank) < gate.at_least) return false;
+        for (int64_t rank = 0; step.losses && rank < num_ranks; rank++)
+            if (acquire(step.losses + rank * loss_stride) < step.loss_stamp) return false;
+        return true;
+    }
+    // Of the ranks' losses, added in rank order as Words.loss_sum does: the same answer on every rank.
+    bool loss_is_finite(int64_t num_ranks, int64_t loss_stride) const {
+        double total = 0;
+        for (int64_t rank = 0; step.losses && rank < num_ranks; rank++) {
+            double loss;
+            std::memcpy(&loss, step.losses + rank * loss_stride + 1, sizeof loss);
+            total += loss;
+        }
+        return std::isfinite(total);
+    }
+};
+
+class Queue {
+public:
+    Queue(int32_t threads, const Ranks& ranks) : ranks_(ranks) {
+        for (int32_t i = 0; i < threads; i++) {
+            try {
+                workers_.emplace_back([this] { serve(); });
+            } catch (const std::system_error&) {
+                if (workers_.empty()) throw;
+                break;  // no more threads to be had: fewer, same bits
+            }
+        }
+    }
+    ~Queue() { close(); }
+
+    // Drops what has not begun, and waits for the rest and for the threads to end. Idempotent; one caller at a time.
+    void close() {
+        halt();
+        stop();
+        for (auto& worker : workers_) worker.join();
+        workers_.clear();
+    }
+
+    void add(std::unique_ptr<Task> task) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (halted_) return;
+            Task* added = (tasks_[task->id] = std::move(task)).get();
+            if (added->missing > 0) return;
+            ready_.emplace(added->key(), added);
+        }
+        work_.notify_one();
+    }
+    // One of the things that update `id` waits for is there. Unknown ids are those of updates that a halt has dropped.
+    void arrive(int64_t id) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            auto found = tasks_.find(id);
+            if (found == tasks_.end() || --found->second->missing > 0) return;
+            ready_.emplace(found->second->key(), found->second.get());
+        }
+        work_.notify_one();
+    }
+    // Once this returns no update begins any more; those that have begun go on to their ends.
+    void halt() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        drop_waiting();
+    }
+    // No more updates will be added: when none is left the threads end, and `collect` returns 0.
+    void stop() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stopping_ = true;
+        wake_all();
+    }
+    int64_t collect(Completion* out, int64_t most) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        done_.wait(lock, [this] { return !completed_.empty() || (stopping_ && tasks_.empty()); });
+        int64_t count = 0;
+        for (; count < most && !completed_.empty(); count++) {
+            out[count] = completed_.front();
+            completed_.pop_front();
+        }
+        return count;
+    }
+
+private:
+    void serve() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (Task* task = next(lock)) {
+            int64_t block = task->num_taken++;
+            bool more = task->num_taken < task->blocks.count();
+            if (!more) current_ = nullptr;
+            int64_t wake = sleeping_ > 0 && (more || !ready_.empty()) ? 2 : 0;  // and each of the two wakes two
+            lock.unlock();
+            for (; wake > 0; wake--) work_.notify_one();
+            int64_t bad = task->update->run(task->blocks, block);
+            lock.lock();
+            if (bad >= 0) {
+                task->bad = task->bad < 0 ? bad : std::min(task->bad, bad);
+                drop_waiting();
+            }
+            if (++task->num_done == task->blocks.count()) finish(task);
+        }
+    }
+
+    // The update to take a block of; waits for one. Null once there will be none.
+    Task* next(std::unique_lock<std::mutex>& lock) {
+        Microseconds pause = kFirstPause;
+        for (;;) {
+            if (current_ || (current_ = begin())) return current_;
+            if (stopping_ && tasks_.empty()) return nullptr;
+            sleeping_++;
+            if (ready_.empty() || polling_) {
+                work_.wait(lock);
+            } else {  // one thread looks at the gates again and again
+                polling_ = true;
+                work_.wait_for(lock, pause);
+                polling_ = false;
+                pause = std::min(2 * pause, kLongestPause);
+            }
+            sleeping_--;
+        }
+    }
+
+    // The first update that may, with work to do; null if there is none.
+    Task* begin() {
+        for (auto it = ready_.begin(); it != ready_.end();) {
+            Task* task = it->second;
+            if (!task->may_begin(ranks_.num_ranks, ranks_.loss_stride)) {
+                ++it;
+                continue;
+            }
+            it = ready_.erase(it);
+            num_running_++;
+            task->start_s = now_s();
+            if (!task->loss_is_finite(ranks_.num_ranks, ranks_.loss_stride)) {
+                task->bad = kSkipped;
+            } else {
+                Present present{task->present, ranks_.num_ranks, ranks_.present_stride};
+                task->blocks = task->update->begin(task->step.step, task->step.lr, present);
+            }
+            if (task->blocks.count() > 0) return task;
+            finish(task);
+        }
+        return nullptr;
+    }
+
+    void finish(Task* task) {
+        double end = now_s();
+        Completion completion{task->id, task->bad, std::max(task->start_s, last_end_s_), end};
+        last_end_s_ = end;
+        // A failure is told last, so that who hears of it knows of all that has been updated.
+        (task->bad >= 0 ? failed_ : completed_).push_back(completion);
+        tasks_.erase(task->id);
+        if (--num_running_ == 0) {
+            completed_.insert(completed_.end(), failed_.begin(), failed_.end());
+            failed_.clear();
+        }
+        if (stopping_ && tasks_.empty())
+            wake_all();
+        else
+            done_.notify_one();
+    }
+
+    void drop_waiting() {
+        halted_ = true;
+        ready_.clear();
+        for (auto it = tasks_.begin(); it != tasks_.end();) it = it->second->start_s == 0 ? tasks_.erase(it) : std::next(it);
+        if (stopping_ && tasks_.empty()) wake_all();
+    }
+
+    void wake_all() {
+        work_.notify_all();
+        done_.notify_all();
+    }
+
+    const Ranks ranks_;
+    std::mutex mutex_;  // guards all below
+    std::condition_variable work_, done_;
+    std::unordered_map<int64_t, std::unique_ptr<Task>> tasks_;  // neither complete nor dropped
+    std::map<std::pair<int64_t, int64_t>, Task*> ready_;        // those with nothing missing that have not begun
+    Task* current_ = nullptr;                                   // has begun and has blocks that nobody has taken
+    std::deque<Completion> completed_, failed_;
+    int64_t num_running_ = 0, sleeping_ = 0;
+    bool polling_ = false, halted_ = false, stopping_ = false;
+    double last_end_s_ = 0;
+    std::vector<std::thread> workers_;  // last: they use all above
+};
+
+}  // namespace
+
+extern "C" {
+
+void* slidedp_update_create(float* master, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype, void* shadow,
+                            int32_t shadow_dtype, const Part* parts, int64_t num_parts, int64_t* counts, int64_t num_params,
+                            const Recipe* recipe) {
+    return new (std::nothrow) Update({master, exp_avg, exp_avg_sq, grad, shadow}, update_block_of(grad_dtype, shadow_dtype),
+                                     std::vector<Part>(parts, parts + num_parts), counts, num_params, *recipe);
+}
+void slidedp_update_destroy(void* update) { delete static_cast<Update*>(update); }
+
+void* slidedp_queue_create(int32_t threads, const Ranks* ranks) {
+    try {
+        return new Queue(threads, *ranks);
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+void slidedp_queue_close(void* queue) { static_cast<Queue*>(queue)->close(); }
+void slidedp_queue_destroy(void* queue) { delete static_cast<Queue*>(queue); }
+
+// `present`: the flag of the group's first parameter in rank 0's row, or null. The update begins after `missing` arrivals.
+void slidedp_queue_add(void* queue, int64_t id, const void* update, int64_t deadline, int64_t missing, const Step* step,
+                       const uint8_t* present, const Gate* gates, int64_t num_gates) {
+    auto task = std::make_unique<Task>();
+    task->id = id, task->deadline = deadline, task->missing = missing;
+    task->update = static_cast<const Update*>(update), task->present = present, task->step = *step;
+    task->gates.assign(gates, gates + num_gates);
+    static_cast<Queue*>(queue)->add(std::move(task));
+}
+void slidedp_queue_arrive(void* queue, int64_t id) { static_cast<Queue*>(queue)->arrive(id); }
+void slidedp_queue_halt(void* queue) { static_cast<Queue*>(queue)->halt(); }
+void slidedp_queue_stop(void* queue) { static_cast<Queue*>(queue)->stop(); }
+int64_t slidedp_queue_collect(void* queue, Completion* out, int64_t most) {
+    return static_cast<Queue*>(queue)->collect(out, most);
+}
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+// One CPU update of a plan: which elements of which parameters, and how a step turns that into work.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "elements.h"
+
+namespace slidedp {
+
+struct Part {  // mirrors PART in executor/native/build.py: the elements [start, end) of one trainable parameter
+    int64_t param;  // its number among the group's
+    int64_t start, end;
+    int64_t decays;  // 1 if weight decay applies
+};
+struct Recipe {  // mirrors Recipe in executor/native/build.py
+    double beta1, beta2, eps, weight_decay;
+};
+struct Present {  // one byte a parameter and rank: whether that rank had a gradient for it. `flags` null: all had
+    const uint8_t* flags;
+    int64_t num_ranks, stride;
+
+    bool operator()(int64_t param) const {
+        bool any = flags == nullptr;
+        for (int64_t rank = 0; !any && rank < num_ranks; rank++) any = flags[rank * stride + param] != 0;
+        return any;
+    }
+};
+
+// `counts`: [step last counted, gradients so far of each trainable parameter of the group...], shared by the group's updates.
+class Update {
+public:
+    Update(const Tensors& tensors, UpdateBlock run, std::vector<Part> parts, int64_t* counts, int64_t num_params,
+           const Recipe& recipe)
+        : tensors_(tensors), run_(run), parts_(std::move(parts)), counts_(counts), num_params_(num_params), recipe_(recipe),
+          betas_{float(recipe.beta1), float(1 - recipe.beta1), float(recipe.beta2), float(1 - recipe.beta2), float(recipe.eps)} {}
+
+    // The blocks of `step`, which is counted at a group's first call for it. Parameters without a gradient are left out.
+    // Not for two threads at once on one group.
+    Blocks begin(int64_t step, double lr, const Present& present) const {
+        if (counts_[0] != step) {
+            counts_[0] = step;
+            for (int64_t i = 0; i < num_params_; i++) counts_[1 + i] += present(i);
+        }
+        std::vector<Segment> segments;
+        segments.reserve(parts_.size());
+        int64_t known = -1;  // the coefficients of this count: one is nearly always all there is
+        float step_size = 0, inv_bias2_sqrt = 0;
+        for (const Part& part : parts_) {
+            if (!present(part.param)) continue;
+            if (int64_t count = counts_[1 + part.param]; count != known) {  // doubles, as torch computes them
+                known = count;
+                step_size = float(lr / (1 - std::pow(recipe_.beta1, double(count))));
+                inv_bias2_sqrt = float(std::pow(1 - std::pow(recipe_.beta2, double(count)), -0.5));
+            }
+            float keep = part.decays ? float(1 - lr * recipe_.weight_decay) : 1.0f;
+            segments.push_back({part.start, part.end, keep, step_size, inv_bias2_sqrt, 0});
+        }
+        return Blocks(std::move(segments));
+    }
+    // -1, or the first element of what was left untouched because its gradient is not finite.
+    int64_t run(const Blocks& blocks, int64_t block) const { return blocks.update(block, run_, tensors_, betas_); }
+
+private:
+    Tensors tensors_;
+    UpdateBlock run_;
+    std::vector<Part> parts_;
+    int64_t* counts_;
+    int64_t num_params_;
+    Recipe recipe_;
+    Betas betas_;
+};
+
+}  // namespace slidedp

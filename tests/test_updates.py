@@ -1,0 +1,267 @@
+"""The native queue of CPU updates: order, gates, what failures leave behind; and the bits of updates done one by one."""
+
+import contextlib
+import itertools
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_adam import needs_native
+
+from slidedp.compiler.decisions import Decisions, GroupDecision, Source
+from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.ops import Stream
+from slidedp.compiler.optimizer import AdamW
+from slidedp.executor.adam import CpuAdam, NonFiniteGradient
+from slidedp.executor.host_state import HostState
+from slidedp.executor.native.build import DONE, SKIPPED, Ranks, StepConstants
+from slidedp.executor.streams import Streams
+from slidedp.executor.tickets import Aborted, Ticket
+from slidedp.executor.updates import UpdateQueue
+
+pytestmark = [pytest.mark.cpu, needs_native]
+
+OPTIMIZER = AdamW(lr=3e-3)
+NUM_PARAMS, PARAM_SIZE = 12, 1000  # each at a multiple of 1024
+NUMEL = NUM_PARAMS * 1024
+WAIT_S = 20
+
+
+class Rig:
+    """One group of small parameters, an update for each, and streams whose CPU updates are native."""
+
+    def __init__(self, threads: int = 2, numel: int = PARAM_SIZE, **options) -> None:
+        stride = -(-numel // 1024) * 1024
+        params = tuple(Param((f"p{i}.{'bias' if i % 3 else 'weight'}",), (numel,), i * stride) for i in range(NUM_PARAMS))
+        group = Group("L00", NUM_PARAMS * stride, NUM_PARAMS * stride, ("L00",), params)
+        decisions = Decisions({"L00": GroupDecision(source=Source.SHADOW)})
+        self.state = HostState((group,), decisions, rank=0, world_size=1, compute_dtype=torch.bfloat16,
+                               grad_dtype=torch.bfloat16, num_words=1)
+        generator = torch.Generator().manual_seed(0)
+        self.state.load({p.name: torch.randn(p.shape, generator=generator) for p in params})
+        self.state.grad["L00"].fill_(1.0)
+        self.adam = CpuAdam(self.state, [group], OPTIMIZER, kernel="native", num_threads=1)
+        self.bound = [self.adam.bind("L00", p.offset, p.offset + stride) for p in params]
+        self.loss = np.zeros(8, dtype=np.int64)  # (stamp, bits of the loss)
+        self.word = np.zeros(1, dtype=np.int64)
+        self.present = np.ones(NUM_PARAMS, dtype=np.uint8)
+        self.results: list[tuple[int, int]] = []
+        self.streams = Streams(**options)
+        self.queue = UpdateQueue(self.adam.kernels.library, threads, Ranks(1, NUM_PARAMS, 8))
+        self.streams.updates.open_queue(self.queue)
+
+    def submit(self, i: int, waits=(), *, step: int = 1, deadline: int = 0, gate: int = 0, stamp: int = 0) -> Ticket:
+        """Update of parameter `i`. `gate`: what the word must reach; `stamp`: of the loss to wait for."""
+        constants = StepConstants(step, self.adam.lr(step), stamp, self.loss.ctypes.data if stamp else None)
+        gates = [(self.word.ctypes.data, gate)] if gate else ()
+        return self.streams.updates.submit_update(
+            self.bound[i].handle, constants, waits, present=self.present.ctypes.data, gates=gates,
+            finished=lambda result: self.finished(i, result), name=f"update.{i}", deadline=deadline)
+
+    def finished(self, i: int, result: int) -> None:
+        self.results.append((i, result))
+        self.adam.raise_nonfinite("L00", result, 1)
+
+    def open_gate(self, value: int = 1) -> None:
+        self.word[0] = value
+
+    def post_loss(self, stamp: int, value: float) -> None:
+        self.loss[1:2].view(np.float64)[0] = value
+        self.loss[0] = stamp
+
+    def copies(self) -> list[torch.Tensor]:
+        return [t["L00"].clone() for t in (self.state.master, self.state.exp_avg, self.state.exp_avg_sq, self.state.shadow)]
+
+    def moved(self) -> list[bool]:
+        """Which parameters' first moments have left 0."""
+        return [bool(self.state.exp_avg["L00"][b.lo : b.lo + PARAM_SIZE].any()) for b in self.bound]
+
+
+@pytest.fixture
+def rig():
+    made: list[Rig] = []
+
+    def make(*args, **kwargs) -> Rig:
+        made.append(Rig(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for r in made:
+        r.streams.close()
+        r.state.close()
+
+
+def test_earliest_deadline_first_whatever_arrives_first(rig):
+    """200 updates that arrive in random order, held by one gate until all are there; one thread runs them."""
+    r, rng = rig(threads=1), random.Random(0)
+    order, tickets = [], []
+    r.finished = lambda i, result: None
+    arrivals = [Ticket(str(n)) for n in range(200)]
+    deadlines = [rng.randrange(40) for _ in arrivals]
+    r.streams.trace = lambda name, stream, start, end: order.append((name, start, end))
+    for n, arrival in enumerate(arrivals):
+        constants = StepConstants(1 + n // NUM_PARAMS, 1e-3, 0, None)
+        tickets.append(r.streams.updates.submit_update(
+            r.bound[n % NUM_PARAMS].handle, constants, [arrival], present=0, gates=[(r.word.ctypes.data, 1)],
+            finished=lambda result: None, name=str(n), deadline=deadlines[n]))
+    for arrival in rng.sample(arrivals, len(arrivals)):
+        arrival._mark_done()
+    assert not any(t.done for t in tickets)
+    r.open_gate()
+    for t in tickets:
+        assert t.wait_done(WAIT_S)
+    want = sorted(range(200), key=lambda n: (deadlines[n], n))
+    assert [int(name) for name, _, _ in order] == want
+    assert all(start <= end for _, start, end in order)
+    assert all(before[2] <= after[1] for before, after in itertools.pairwise(order))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bits_of_updates_done_one_by_one(rig, threads):
+    """Five steps with gradients made by another stream in random order, some parameters absent, against `CpuAdam.update`."""
+    r, plain, rng = rig(threads=threads, numel=150_000), rig(numel=150_000), random.Random(threads)
+    previous: list[Ticket] = []
+    flags = []
+    for step in range(1, 6):
+        present = np.array([(i + step) % 4 != 0 for i in range(NUM_PARAMS)], dtype=np.uint8)
+        flags.append(present)  # kept: native code reads it
+        grads = torch.randn(NUM_PARAMS, 150_000, generator=torch.Generator().manual_seed(step)).bfloat16()
+        r.present = present
+        tickets = [Ticket()] * NUM_PARAMS
+
+        def arrive(i, grads=grads):
+            r.state.grad["L00"][r.bound[i].lo : r.bound[i].lo + 150_000] = grads[i]
+
+        for i in rng.sample(range(NUM_PARAMS), NUM_PARAMS):
+            home = r.streams.submit(rng.choice([Stream.D2H, Stream.HOST]), lambda i=i, arrive=arrive: arrive(i), previous)
+            tickets[i] = r.submit(i, [home], step=step, deadline=rng.randrange(5))
+        previous = tickets
+        for i in range(NUM_PARAMS):
+            plain.state.grad["L00"][r.bound[i].lo : r.bound[i].lo + 150_000] = grads[i]
+        for b in plain.bound:
+            plain.adam.update("L00", b.lo, b.hi, step, present)
+    for t in previous:
+        assert t.wait_done(WAIT_S)
+    assert all(result == DONE for _, result in r.results)
+    assert len(r.results) == 5 * NUM_PARAMS
+    assert all(torch.equal(a, b) for a, b in zip(r.copies(), plain.copies(), strict=True))
+    assert r.adam.steps == plain.adam.steps
+    assert len(set(r.adam.steps.values())) > 1
+
+
+def test_a_closed_gate_holds_up_nobody_else(rig):
+    r = rig()
+    held, free = r.submit(0, deadline=0, gate=3), r.submit(1, deadline=9)
+    assert free.wait_done(WAIT_S)
+    r.open_gate(2)
+    assert not held.wait_done(0.02)
+    r.open_gate(3)
+    assert held.wait_done(WAIT_S)
+    assert [i for i, _ in r.results] == [1, 0]
+
+
+@pytest.mark.parametrize("loss", [1.5, float("nan"), float("inf")])
+def test_nothing_is_updated_before_the_loss_is_known_to_be_finite(rig, loss):
+    r = rig()
+    before = r.copies()
+    tickets = [r.submit(i, stamp=7) for i in range(NUM_PARAMS)]
+    assert not tickets[0].wait_done(0.02)
+    assert all(torch.equal(a, b) for a, b in zip(r.copies(), before, strict=True))
+    r.post_loss(7, loss)
+    for t in tickets:
+        assert t.wait_done(WAIT_S)
+    finite = np.isfinite(loss)
+    assert {result for _, result in r.results} == {DONE if finite else SKIPPED}
+    assert r.moved() == [finite] * NUM_PARAMS
+    assert set(r.adam.steps.values()) == {int(finite)}
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_stops_the_rest(rig):
+    """Told after all that has begun, so that what has moved is known; what had not begun never does."""
+    r = rig(numel=150_000)
+    place = r.bound[2].lo + 140_000  # in its second block
+    r.state.grad["L00"][place] = float("nan")
+    tickets = [r.submit(i, gate=1, deadline=i) for i in range(NUM_PARAMS)]
+    r.open_gate()
+    for t in tickets[2:]:
+        with pytest.raises(Aborted):
+            t.wait_done(WAIT_S)
+    assert isinstance(r.streams.error, NonFiniteGradient)
+    assert "p2.bias" in str(r.streams.error)
+    r.streams.close()
+    finished = [i for i, result in r.results if result == DONE]
+    assert {i for i, result in r.results} >= {0, 1, 2}
+    assert r.results[-1] == (2, r.bound[2].lo + (1 << 17))
+    moved = [i for i, b in enumerate(r.bound) if r.state.exp_avg["L00"][b.lo : b.hi].any()]
+    assert set(moved) == {*finished, 2}
+    assert len(moved) < NUM_PARAMS
+
+
+def test_an_op_that_fails_is_no_arrival(rig):
+    """The failing op's ticket ends all waiting on it: an update must not take that for its gradient."""
+    for _ in range(30):
+        r = rig()
+        before = r.copies()
+        bad = r.streams.submit(Stream.D2H, lambda: 1 / 0)
+        with contextlib.suppress(Aborted):  # it may have failed already
+            r.submit(0, [bad])
+        r.streams.close()
+        assert isinstance(r.streams.error, ZeroDivisionError)
+        assert all(torch.equal(a, b) for a, b in zip(r.copies(), before, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_abort_in_the_middle_ends_every_wait(rig, seed):
+    """An update is done, untouched, or (begun when the abort came) whole; never in part; and every ticket ends."""
+    r, rng = rig(threads=3, numel=150_000), random.Random(seed)
+    never = [Ticket("never") for _ in range(3)]
+    home = [r.streams.submit(Stream.HOST, lambda: time.sleep(rng.random() * 1e-3)) for _ in range(NUM_PARAMS)]
+    tickets = [r.submit(i, [home[i], *([never[i]] if i < 3 else [])], deadline=rng.randrange(5)) for i in range(NUM_PARAMS)]
+    time.sleep(rng.random() * 6e-3)
+    r.streams.abort(TimeoutError("a peer is gone"))
+    for t in tickets:
+        if not t.done or t.error is not None:
+            with pytest.raises(Aborted, match="peer"):
+                t.wait_done(WAIT_S)
+    for t in never:
+        t._mark_done()
+    r.streams.close()
+    done = [t.error is None for t in tickets]
+    moved = [int((r.state.exp_avg["L00"][b.lo : b.hi] != 0).sum()) for b in r.bound]
+    assert set(moved) <= {0, 150_000}
+    assert all(n for n, d in zip(moved, done, strict=True) if d)
+    assert not any(moved[:3])
+    with pytest.raises(Aborted):
+        r.submit(0)
+
+
+def test_close_runs_what_is_queued(rig):
+    r, others = rig(threads=2), threading.active_count()
+    gate = threading.Event()
+    home = r.streams.submit(Stream.HOST, lambda: gate.wait(WAIT_S))
+    tickets = [r.submit(i, [home], deadline=-i) for i in range(NUM_PARAMS)]
+    gate.set()
+    r.streams.close()
+    r.streams.close()
+    assert all(t.done and t.error is None for t in tickets)
+    assert all(r.moved())
+    assert threading.active_count() < others
+
+
+def test_a_callback_that_raises_aborts(rig):
+    r = rig()
+    t = r.submit(0, gate=1)
+    t.add_done_callback(lambda: 1 / 0)
+    after = r.streams.submit(Stream.HOST, lambda: None, [r.submit(1, [t])])
+    r.open_gate()
+    with pytest.raises(Aborted):
+        after.wait_done(WAIT_S)
+    assert isinstance(r.streams.error, ZeroDivisionError)
+
+
+def test_delayed_streams_take_updates_as_functions(rig):
+    assert rig().streams.updates.takes_updates
+    assert not rig(delay=lambda name: 0.0).streams.updates.takes_updates
