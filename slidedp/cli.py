@@ -1,4 +1,4 @@
-"""The command line: ``slidedp plan | show | diff | check | profile | passes``. Plans need no GPU and no weights.
+"""The command line: ``slidedp plan | simulate | show | diff | check | profile | passes``. Plans need no GPU and no weights.
 
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from slidedp.api import load_policy
+from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.diff import diff
 from slidedp.compiler.ops import OpGraph
@@ -29,6 +30,7 @@ from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
 from slidedp.ranks import find_ranks
 from slidedp.report import summary
+from slidedp.sweep import Sweep, table
 from slidedp.version import __version__
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -66,6 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
+
+    add_simulate_arguments(commands.add_parser("simulate", help="the step over batches, ranks and routes, and what binds it"))
 
     show = commands.add_parser("show", help="a plan in short")
     show.set_defaults(run=run_show)
@@ -109,6 +113,35 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--grad-dtype", choices=sorted(DTYPES), help="of returned gradients; default: the compute dtype")
     plan.add_argument("--dump-after", metavar="PASS|all", help="print the ops after a pass")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to write the plan")
+
+
+def add_simulate_arguments(simulate: argparse.ArgumentParser) -> None:
+    simulate.set_defaults(run=run_simulate)
+    simulate.add_argument("--model", required=True, metavar="PRESET|CONFIG", help="as for slidedp plan")
+    simulate.add_argument("--hw", required=True, metavar="NAME|YAML", help="as for slidedp plan")
+    simulate.add_argument("--batch", type=positives, required=True, metavar="B,...",
+                          help="sequences per rank; 8..64 stands for 8,16,32,64")
+    simulate.add_argument("--seq", type=positive, required=True, help="tokens per sequence")
+    simulate.add_argument("--ranks", type=positives, metavar="N,...", help="default: the machine's number of GPUs")
+    simulate.add_argument("--routes", type=routes, default=list(Route), metavar="ROUTE,...",
+                          help="delivery of weights: " + ", ".join(Route) + "; default: both")
+    simulate.add_argument("--policy", metavar="YAML", help="as for slidedp plan")
+    simulate.add_argument("--fix", action="append", default=[], metavar="[LAYER.]KEY=VALUE", help="as for slidedp plan")
+    simulate.add_argument("--hbm-budget", type=parse_size, metavar="SIZE", help="of each GPU, e.g. 20GiB")
+    simulate.add_argument("--host-budget", type=parse_size, metavar="SIZE", help="of the host, all ranks together")
+    simulate.add_argument("--words", action="store_true", help="under each line, what the GPU waits for and the critical cycle")
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    hw = load_profile(args.hw)
+    sweep = Sweep(args.model, hw, seq=args.seq, policy=read_policy(args.policy, args.fix), hbm_budget=args.hbm_budget,
+                  host_budget=args.host_budget)
+    for ranks in args.ranks or [hw.num_gpus]:
+        warn_of_missing_gpus(args.hw, ranks)
+    print(f"{args.model} on {hw.name}, sequence {args.seq}")
+    for line in table(sweep.cases(args.batch, args.ranks or [hw.num_gpus], args.routes), words=args.words):
+        print(line, flush=True)  # each takes seconds
+    return 0
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -207,6 +240,26 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """``8,16`` as it says; ``8..64``: doubling from 8 to 64."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return [positive(part) for part in text.split(",")]
+    numbers = [positive(first)]
+    if positive(last) < numbers[0]:
+        raise argparse.ArgumentTypeError(f"{text!r} counts down")
+    while 2 * numbers[-1] <= positive(last):
+        numbers.append(2 * numbers[-1])
+    return numbers
+
+
+def routes(text: str) -> list[Route]:
+    try:
+        return [Route(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: routes are {' and '.join(Route)}") from None
 
 
 def parse_size(text: str) -> int:
