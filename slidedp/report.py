@@ -100,7 +100,8 @@ def measured_facts(plan: PlanFile) -> dict[str, str]:
     facts = {"costs": ", ".join(f"{n} {source}" for source, n in plan.costs.sources.items()) + " (ops)"}
     if plan.costs.measurement:
         steps = plan.costs.pays_back_after(plan.predictions.step_us)
-        gain = f"paid back after {steps} steps" if steps is not None else "the default plan is as fast, so it brought nothing"
+        no_gain = "the default plan does not fit" if plan.costs.default_step_us is None else "the default plan is as fast"
+        gain = no_gain if steps is None else f"paid back after {steps} steps"
         facts["choosing"] = f"measuring stages took {plan.costs.measurement.seconds:.1f} s; {gain}"
     return facts
 
