@@ -22,7 +22,7 @@ class CostRecord:
     default_step_us: int | None = None
 
     def pays_back_after(self, step_us: int) -> int | None:
-        """Steps of `step_us` after which choosing has saved what measuring took; None if the default is as fast, or does not fit."""
+        """Steps of `step_us` after which choosing has saved what measuring took; None without such a saving."""
         gain_us = (self.default_step_us or 0) - step_us
         return math.ceil(self.measurement.seconds * 1e6 / gain_us) if gain_us > 0 else None
 

@@ -18,8 +18,8 @@ def measure_and_train(cache_dir: str) -> dict[str, Any]:
     out: dict[str, Any] = {"profile": hardware.content_hash(), "loads": sorted({str(c.load) for c in hardware.tables.curves})}
     out["quantities"] = sorted({str(c.quantity) for c in hardware.tables.curves})
     for measure in (True, "cached", False):
-        with slidedp.compile(build(rank), hardware, device="cpu", optimizer=OPTIMIZER, example=shares(world, 0)[rank], measure=measure,
-                             cache_dir=cache_dir, num_threads=1) as plan:
+        options = {"optimizer": OPTIMIZER, "example": shares(world, 0)[rank], "num_threads": 1, "cache_dir": cache_dir}
+        with slidedp.compile(build(rank), hardware, device="cpu", measure=measure, **options) as plan:
             losses = [plan.run(shares(world, step)[rank]).loss for step in range(2)]
             out[f"phases {measure}"] = [p.to_content() for p in plan._spec.measurement.phases]
             out[f"trained {measure}"] = [losses, state_of(plan).digest()]

@@ -66,8 +66,9 @@ def measuring(monkeypatch):
 def profiled(tmp_path_factory):
     """A quick profile by the command line, and where it is kept."""
     folder = tmp_path_factory.mktemp("profile")
-    assert main(["profile", "--quick", "--device", "cpu", "--cache-dir", str(folder / "kept"), "-o", str(folder / "my.yaml")]) == 0
-    return load_profile(folder / "my.yaml"), folder / "kept"
+    out, kept = folder / "my.yaml", folder / "kept"
+    assert main(["profile", "--quick", "--device", "cpu", "--cache-dir", str(kept), "-o", str(out)]) == 0
+    return load_profile(out), kept
 
 
 def test_profile_has_what_a_cost_model_needs(profiled):
@@ -317,7 +318,9 @@ def test_what_cannot_be_measured_is_a_warning(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(calibrate, "measure_stages", no_room)
-    with pytest.warns(UserWarning, match=r"could not be measured.*no room"), compiled(PlainGPT(), lm_batch(), tmp_path) as plan:
+    with pytest.warns(UserWarning, match=r"could not be measured.*no room"):
+        plan = compiled(PlainGPT(), lm_batch(), tmp_path)
+    with plan:
         assert plan._spec.costs.name == "analytic"
         plan.run(lm_batch())
     assert not list(tmp_path.iterdir())
