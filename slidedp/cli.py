@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from slidedp.api import load_policy
 from slidedp.compiler.defaults import check_budgets
@@ -28,7 +29,7 @@ from slidedp.passes.pipeline import PIPELINE, lower
 from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
 from slidedp.ranks import find_ranks
-from slidedp.report import summary
+from slidedp.report import stage_table, summary
 from slidedp.version import __version__
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -71,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     show.set_defaults(run=run_show)
     show.add_argument("plan")
     show.add_argument("--ops", action="store_true", help="print its ops, derived anew")
+    show.add_argument("--costs", action="store_true", help="print what was measured of its stages")
 
     compare = commands.add_parser("diff", help="what differs between two plans; exit status 1 if anything does")
     compare.set_defaults(run=run_diff)
@@ -155,7 +157,7 @@ def dumper(after: str) -> Callable[[str, OpGraph], None]:
 
 def run_show(args: argparse.Namespace) -> int:
     plan = PlanFile.load(args.plan)
-    print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else summary(plan))
+    print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else stage_table(plan) if args.costs else summary(plan))
     return 0
 
 
@@ -183,6 +185,8 @@ def run_check(args: argparse.Namespace) -> int:
 def run_profile(args: argparse.Namespace) -> int:
     ranks = find_ranks(args.device)
     profile = measure_hardware(quick=args.quick, num_threads=args.threads, ranks=ranks, cache_dir=args.cache_dir)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
     if ranks.rank:
         return 0
     if ranks.device.type == "cuda" and (gpus := torch.cuda.device_count()) > ranks.world_size:

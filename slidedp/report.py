@@ -106,6 +106,20 @@ def measured_facts(plan: PlanFile) -> dict[str, str]:
     return facts
 
 
+def stage_table(plan: PlanFile) -> str:
+    """What was measured of each kind of stage: time and device memory by phase. Memory: at most, and left at the end."""
+    if plan.costs is None or not plan.costs.measurement:
+        return "no stage was measured: the costs of compute are analytic"
+    rows = [("stage kind", "phase", "act", "time", "peak", "kept")]
+    for p in plan.costs.measurement.phases:
+        sizes = ["-" if size is None else format_bytes(size) for size in (p.peak_bytes, p.kept_bytes)]
+        rows.append((p.kind_key, str(p.phase), str(p.act), f"{p.duration_us / 1e3:.3f} ms", sizes[0], sizes[1]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = ["  ".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows]
+    return "\n".join([*text, f"measured in {plan.costs.measurement.seconds:.1f} s"])
+
+
 def decision_table(plan: PlanFile) -> Iterator[str]:
     """A line for each run of groups with the same decision."""
     rows = [(name, (d.delivery, d.source, d.delivery_chunks, d.reduction, d.return_chunks, d.act))

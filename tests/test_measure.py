@@ -234,7 +234,7 @@ def test_unmeasured_kinds_stay_analytic():
     assert MeasuredCosts.of(Measurement(), graph).phase("L00", OpKind.FORWARD) is None
 
 
-def test_plan_files_hold_what_was_measured(tmp_path):
+def test_plan_files_hold_what_was_measured(tmp_path, capsys):
     with compiled(PlainGPT(), lm_batch(), tmp_path) as plan:
         plan.dump(tmp_path / "plan.yaml")
         text = str(plan)
@@ -243,6 +243,9 @@ def test_plan_files_hold_what_was_measured(tmp_path):
     assert loaded.costs.measurement == plan._spec.measurement
     assert "measured" in text
     assert "the default plan is as fast" in text.replace("\n          ", " ")
+    assert main(["show", str(tmp_path / "plan.yaml"), "--costs"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows[1:-1]] == [[p.kind_key, p.phase] for p in loaded.costs.measurement.phases]
     content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     content["costs"]["measured"]["phases"][0]["phase"] = "sideways"
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content))
