@@ -99,7 +99,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.set_defaults(run=run_plan)
     plan.add_argument("--model", required=True, metavar="PRESET|CONFIG",
                       help="Hugging Face config (directory or file) or " + ", ".join(PRESETS))
-    plan.add_argument("--hw", required=True, metavar="NAME|YAML", help="auto, a YAML file or " + ", ".join(builtin_profiles()))
+    plan.add_argument("--hw", required=True, metavar="NAME|YAML", help="auto, measure, YAML or " + ", ".join(builtin_profiles()))
     plan.add_argument("--batch", type=positive, required=True, help="sequences per rank")
     plan.add_argument("--seq", type=positive, required=True, help="tokens per sequence")
     plan.add_argument("--ranks", type=positive, help="default: the machine's number of GPUs")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
+import sys
 import warnings
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import measure_cases
 import numpy as np
@@ -22,6 +25,7 @@ from training import state_of
 
 import slidedp
 from slidedp import calibrate
+from slidedp.cache import cache_folder, machine_hash
 from slidedp.cli import main
 from slidedp.compiler.costrecord import CostRecord
 from slidedp.compiler.decisions import Activation
@@ -34,6 +38,7 @@ from slidedp.compiler.tracer import trace
 from slidedp.executor.measure.lab import num_ops, overlapping
 from slidedp.executor.measure.stages import measure_stages
 from slidedp.hardware import detect, load_profile
+from slidedp.progress import progress_bar
 from slidedp.report import summary
 
 pytestmark = pytest.mark.cpu
@@ -112,10 +117,11 @@ def test_overlap_counts_only_what_ran_beside_the_others():
 # ---- stages ----
 
 
-def test_one_stage_of_each_kind_is_measured():
+def test_every_kind_of_stage_is_measured():
     model, batch = family("gemma3"), lm_batch()  # sliding and full attention in turn
     traced = trace(model, batch)
-    mini = mini_pipeline(traced)
+    assert [p.name for p in mini_pipeline(traced).programs] == [s.name for s in traced.graph.stages]  # two of each of two kinds
+    mini = mini_pipeline(traced, per_kind=1)
     assert [p.name for p in mini.programs] == ["prologue", "L00", "L01", "epilogue"]
     assert traced.programs[-1].inputs != mini.programs[-1].inputs
     assert reached(mini) == {"prologue", "L00", "L01", "epilogue"}
@@ -355,3 +361,43 @@ def test_ranks_measure_together_and_the_slowest_counts(run_ranks, tmp_path):
     assert one["phases True"] == one["phases cached"] != []
     assert one["phases False"] == []
     assert one["trained True"] == one["trained cached"] == one["trained False"]
+
+
+# ---- the bar ----
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_says_what_is_measured(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with progress_bar("measuring") as report:
+        for i, part in enumerate(("links", "casts")):
+            report(part, i, 2)
+        report("done", 2, 2)
+    assert all(word in screen.getvalue() for word in ("measuring", "links", "casts", "2/2"))
+
+
+def test_without_tqdm_a_line_a_part(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with progress_bar("measuring") as report:
+        report("links", 0, 2)
+    assert screen.getvalue() == "measuring: 0/2 links\n"
+
+
+def test_off_a_terminal_nothing_is_said(capsys):
+    with progress_bar("measuring") as report:
+        report("links", 0, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_cache_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "slidedp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache/slidedp"
+    assert cache_folder(tmp_path / "mine") == tmp_path / "mine"
+    assert len({machine_hash("cpu", n) for n in (1, 2)}) == 2
