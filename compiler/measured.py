@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from slidedp.compiler.decisions import Activation
@@ -63,15 +64,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """A :class:`~slidedp.compiler.costs.CostModel` that knows stages only: None for any other op, and for unmeasured kinds."""
+    """Durations of the ops that are phases of measured stages; None for any other op, and for stages of unmeasured kinds."""
 
     measurement: Measurement
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Stage -> kind_key."""
-
-    def __post_init__(self) -> None:
-        found = {(p.kind_key, p.phase, p.act): p for p in self.measurement.phases}
-        object.__setattr__(self, "_found", found)
 
     @staticmethod
     def of(measurement: Measurement, layers: LayerGraph) -> MeasuredCosts:
@@ -79,8 +76,11 @@ class MeasuredCosts:
 
     def phase(self, stage: str, phase: OpKind, act: Activation = Activation.RECOMPUTE) -> PhaseCost | None:
         """What was measured of `stage`, if anything was."""
-        found: dict[tuple[str, OpKind, Activation], PhaseCost] = self._found  # type: ignore[attr-defined]
-        return found.get((self.kinds.get(stage, ""), phase, act))
+        return self._by_key.get((self.kinds.get(stage, ""), phase, act))
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[str, OpKind, Activation], PhaseCost]:
+        return {(p.kind_key, p.phase, p.act): p for p in self.measurement.phases}
 
     def duration_us(self, op: Op) -> int | None:
         cost = self.phase(op.layer, op.kind) if op.kind in PHASES else None

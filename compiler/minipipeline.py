@@ -1,4 +1,4 @@
-"""A trace cut down to one layer of each kind, still a whole step: prologue, those layers, epilogue, and backward through them.
+"""A trace cut down to a layer or two of each kind, still a whole step: prologue, layers, epilogue, and backward through them.
 
 Where a layer's predecessor is left out, the latest value of the same shape and dtype takes its output's place: the numbers
 are others, what is computed is the same.
@@ -17,13 +17,19 @@ Form = tuple[Any, Any, bool]
 """Shape, dtype, and whether the value carries gradient."""
 
 
-def mini_pipeline(trace: Trace) -> Trace:
-    """The first stage of every `kind_key`, and what they cannot do without, joined. Same module, same groups' layout."""
+def mini_pipeline(trace: Trace, per_kind: int = 2) -> Trace:
+    """The first `per_kind` stages of every `kind_key`, and what they cannot do without, joined. Same module, same layouts.
+
+    Two, so that the second finds the device busy with the first: its work is then queued before it is needed, as in a step.
+    """
     stages = trace.graph.stages
     programs = {p.name: p for p in trace.programs}
     made_by = {name: p.name for p in trace.programs for name in p.outputs}
-    first = {s.kind_key: s.name for s in reversed(stages)}
-    chosen = {*first.values(), *(s.name for s in stages if s.kind is not StageKind.LAYER)}
+    kinds: dict[str, list[str]] = {}
+    for s in stages:
+        kinds.setdefault(s.kind_key, []).append(s.name)
+    chosen = {name for names in kinds.values() for name in names[:per_kind]}
+    chosen |= {s.name for s in stages if s.kind is not StageKind.LAYER}
     while True:
         joined, missing = _join([programs[s.name] for s in stages if s.name in chosen])
         if not missing:

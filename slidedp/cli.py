@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from slidedp.api import load_policy
 from slidedp.compiler.decisions import Route
@@ -29,7 +30,7 @@ from slidedp.passes.pipeline import PIPELINE, lower
 from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
 from slidedp.ranks import find_ranks
-from slidedp.report import summary
+from slidedp.report import stage_table, summary
 from slidedp.sweep import Sweep, table
 from slidedp.version import __version__
 
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     show.set_defaults(run=run_show)
     show.add_argument("plan")
     show.add_argument("--ops", action="store_true", help="print its ops, derived anew")
+    show.add_argument("--costs", action="store_true", help="print what was measured of its stages")
 
     compare = commands.add_parser("diff", help="what differs between two plans; exit status 1 if anything does")
     compare.set_defaults(run=run_diff)
@@ -101,7 +103,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.set_defaults(run=run_plan)
     plan.add_argument("--model", required=True, metavar="PRESET|CONFIG",
                       help="Hugging Face config (directory or file) or " + ", ".join(PRESETS))
-    plan.add_argument("--hw", required=True, metavar="NAME|YAML", help="auto, a YAML file or " + ", ".join(builtin_profiles()))
+    plan.add_argument("--hw", required=True, metavar="NAME|YAML", help="auto, measure, YAML or " + ", ".join(builtin_profiles()))
     plan.add_argument("--batch", type=positive, required=True, help="sequences per rank")
     plan.add_argument("--seq", type=positive, required=True, help="tokens per sequence")
     plan.add_argument("--ranks", type=positive, help="default: the machine's number of GPUs")
@@ -188,7 +190,7 @@ def dumper(after: str) -> Callable[[str, OpGraph], None]:
 
 def run_show(args: argparse.Namespace) -> int:
     plan = PlanFile.load(args.plan)
-    print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else summary(plan))
+    print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else stage_table(plan) if args.costs else summary(plan))
     return 0
 
 
@@ -216,6 +218,8 @@ def run_check(args: argparse.Namespace) -> int:
 def run_profile(args: argparse.Namespace) -> int:
     ranks = find_ranks(args.device)
     profile = measure_hardware(quick=args.quick, num_threads=args.threads, ranks=ranks, cache_dir=args.cache_dir)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
     if ranks.rank:
         return 0
     if ranks.device.type == "cuda" and (gpus := torch.cuda.device_count()) > ranks.world_size:

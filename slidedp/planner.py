@@ -100,9 +100,12 @@ class Specialisation:
         return simulate(graph, costs.duration_us, contention=contention)
 
     @cached_property
-    def default_step_us(self) -> int:
-        """The predicted step of what the default rule would have decided, under the same costs."""
-        defaults = decide(self.layers, self.settings)
+    def default_step_us(self) -> int | None:
+        """The predicted step of the default rule's plan, under the same costs; None if that plan does not fit."""
+        try:
+            defaults = by_the_rule(self.layers, self.settings)
+        except ValueError:
+            return None
         if defaults == self.decisions:
             return self.timeline.step_us
         graph = lower(self.layers, defaults, hbm_budget=self.settings.hbm_budget)
@@ -236,5 +239,11 @@ def decide(layers: LayerGraph, settings: Settings) -> Decisions:
     if isinstance(policy, PlanFile):
         policy.require(layers)
         return policy.decisions
+    return by_the_rule(layers, settings)
+
+
+def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
+    """Defaults under what the user pins; a loaded plan pins all of it."""
+    policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
     return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
                              host_budget=settings.host_budget)

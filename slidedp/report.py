@@ -101,9 +101,24 @@ def measured_facts(plan: PlanFile) -> dict[str, str]:
     facts = {"costs": ", ".join(f"{n} {source}" for source, n in plan.costs.sources.items()) + " (ops)"}
     if plan.costs.measurement:
         steps = plan.costs.pays_back_after(plan.predictions.step_us)
-        gain = f"paid back after {steps} steps" if steps is not None else "the default plan is as fast, so it brought nothing"
+        no_gain = "the default plan does not fit" if plan.costs.default_step_us is None else "the default plan is as fast"
+        gain = no_gain if steps is None else f"paid back after {steps} steps"
         facts["choosing"] = f"measuring stages took {plan.costs.measurement.seconds:.1f} s; {gain}"
     return facts
+
+
+def stage_table(plan: PlanFile) -> str:
+    """What was measured of each kind of stage: time and device memory by phase. Memory: at most, and left at the end."""
+    if plan.costs is None or not plan.costs.measurement:
+        return "no stage was measured: the costs of compute are analytic"
+    rows = [("stage kind", "phase", "act", "time", "peak", "kept")]
+    for p in plan.costs.measurement.phases:
+        sizes = ["-" if size is None else format_bytes(size) for size in (p.peak_bytes, p.kept_bytes)]
+        rows.append((p.kind_key, str(p.phase), str(p.act), f"{p.duration_us / 1e3:.3f} ms", sizes[0], sizes[1]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = ["  ".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows]
+    return "\n".join([*text, f"measured in {plan.costs.measurement.seconds:.1f} s"])
 
 
 def decision_table(plan: PlanFile) -> Iterator[str]:

@@ -32,7 +32,7 @@ class Trained:
         h = hashlib.sha256(repr(self.losses).encode())
         for part in (self.params, self.exp_avg, self.exp_avg_sq):
             for name in sorted(part):
-                h.update(name.encode() + part[name].contiguous().view(torch.uint8).numpy().tobytes())
+                h.update(name.encode() + part[name].reshape(-1).view(torch.uint8).numpy().tobytes())
         return h.hexdigest()
 
 

@@ -7,5 +7,5 @@
     compute.py    matrix products, device memory, the fixed cost of an op on the device
     peers.py      collectives by size
     machine.py    all of these, in order: the figures of a hardware profile
-    stages.py     a model's own stages, one of each kind, on random weights: time and memory of each phase
+    stages.py     a model's own stages, two of each kind, on random weights: time and memory of each phase
 """

@@ -26,8 +26,9 @@ class Lab:
 
     def __init__(self, backend: Backend, collectives: Collectives, budget_s: float) -> None:
         self.backend, self.collectives, self.budget_s = backend, collectives, budget_s
-        self._events: list[tuple[str, Stream, float, float]] = []
-        self._streams = backend.open_streams(trace=lambda *event: self._events.append(event))
+        events: list[tuple[str, Stream, float, float]] = []
+        self._events = events
+        self._streams = backend.open_streams(trace=lambda *event: events.append(event))
 
     @property
     def world_size(self) -> int:

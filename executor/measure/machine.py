@@ -100,6 +100,8 @@ def measure_machine(
             backend.close()  # before the memory that it has registered
             collectives.barrier()
             rig.close()
+            if cuda:
+                torch.cuda.empty_cache()
     tables = Tables(tuple(curves))
     crossings = 1 if cuda else 2  # how often a copied byte crosses host memory: where the host is its own device, twice
     found = rates | link_rates(tables) | host_rates(tables, world, threads, crossings)

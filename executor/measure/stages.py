@@ -1,4 +1,4 @@
-"""A model's own stages on the real device: one of each kind, on random weights, as the stage runner runs them in a step.
+"""A model's own stages on the real device: a few of each kind, on random weights, as the stage runner runs them in a step.
 
 The user's model takes part as code only: its parameters are exchanged for views of random buffers, its buffers for copies,
 and all that its forward leaves behind (attributes, generators) is put back.
@@ -72,20 +72,28 @@ def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Ba
     finally:
         lab.close()
         binding.restore()
-    seconds = [statistics.median(run[i][1] - run[i][0] for run in runs) for i in range(len(parts))]
-    return list(_rows(mini, parts, seconds, memory))
+    seconds = [[run[i][1] - run[i][0] for run in runs] for i in range(len(parts))]
+    return _rows(mini, parts, seconds, memory)
 
 
-def _rows(mini: Trace, parts: list[_Part], seconds: list[float], memory: list[tuple[int, int]] | None) -> Iterator[PhaseCost]:
-    """One row a kind and phase; none for the backward of a stage that nothing differentiates in the cut-down model."""
-    kinds, seen, differentiated = {s.name: s.kind_key for s in mini.graph.stages}, set(), reached(mini)
+def _rows(
+    mini: Trace, parts: list[_Part], seconds: list[list[float]], memory: list[tuple[int, int]] | None
+) -> list[PhaseCost]:
+    """One row a kind and phase: the median time of its parts, the most memory of any, the least that is given back.
+
+    None for the backward of a stage that nothing differentiates in the cut-down model.
+    """
+    kinds, differentiated = {s.name: s.kind_key for s in mini.graph.stages}, reached(mini)
+    members: dict[tuple[str, OpKind], list[int]] = {}
     for i, part in enumerate(parts):
-        key = kinds[part.stage], part.phase
-        if key in seen or (part.phase is OpKind.BACKWARD and part.stage not in differentiated):
-            continue
-        seen.add(key)
-        peak, kept = (None, None) if memory is None else memory[i]
-        yield PhaseCost(*key, Activation.RECOMPUTE, round(seconds[i] * 1e6), peak, kept)
+        if part.phase is not OpKind.BACKWARD or part.stage in differentiated:
+            members.setdefault((kinds[part.stage], part.phase), []).append(i)
+    rows = []
+    for (kind, phase), indices in members.items():
+        typical_us = round(statistics.median(s for i in indices for s in seconds[i]) * 1e6)
+        peak, kept = (None, None) if memory is None else (max(memory[i][k] for i in indices) for k in (0, 1))
+        rows.append(PhaseCost(kind, phase, Activation.RECOMPUTE, typical_us, peak, kept))
+    return rows
 
 
 class _Pipeline:
@@ -103,7 +111,7 @@ class _Pipeline:
             self.weights[g.name] = binding.leaves(flat, g.name)
             if g.trainable:
                 self.grads[g.name] = backend.empty(g.num_trainable, dtypes[1])
-        self.batch = {key: backend.to_device(value) for key, value in batch.items()}
+        self.batch = batch
         backend.fence_caller()
         self.written: set[str] = set()
 
@@ -121,7 +129,7 @@ class _Pipeline:
 
     def prologue(self) -> None:
         self.written.clear()
-        self.runner.start(self.batch)
+        self.runner.start({key: self.backend.to_device(value) for key, value in self.batch.items()})
         self.runner.prologue(self.of(self.mini.graph.stages[0].name))
 
     def backward(self, stage: str) -> None:
