@@ -1,4 +1,4 @@
-"""The command line: ``slidedp plan | show | diff | check | passes``. It plans and reads plans: no GPU, no weights.
+"""The command line: ``slidedp plan | show | explain | diff | check | passes``. It plans and reads plans: no GPU, no weights.
 
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from slidedp.api import load_policy
+from slidedp.cli_show import add_explain_arguments, add_show_arguments
 from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.diff import diff
 from slidedp.compiler.ops import OpGraph
@@ -63,10 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
 
-    show = commands.add_parser("show", help="a plan in short")
-    show.set_defaults(run=run_show)
-    show.add_argument("plan")
-    show.add_argument("--ops", action="store_true", help="print its ops, derived anew")
+    add_show_arguments(commands.add_parser("show", help="a plan in short; its ops, timeline or memory; a trace or a page of it"))
+    add_explain_arguments(commands.add_parser("explain", help="what binds a plan's step, and what other decisions would change"))
 
     compare = commands.add_parser("diff", help="what differs between two plans; exit status 1 if anything does")
     compare.set_defaults(run=run_diff)
@@ -139,12 +138,6 @@ def dumper(after: str) -> Callable[[str, OpGraph], None]:
             print(f"# after {name}\n{print_graph(graph)}")
 
     return dump
-
-
-def run_show(args: argparse.Namespace) -> int:
-    plan = PlanFile.load(args.plan)
-    print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else summary(plan))
-    return 0
 
 
 def run_diff(args: argparse.Namespace) -> int:

@@ -23,11 +23,13 @@ from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
+from slidedp.compiler.trace_events import write_trace
 from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine, MachineOptions
 from slidedp.executor.step import Step, StepResult
 from slidedp.executor.words import PeerError
+from slidedp.explain import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, planfile_of
@@ -248,6 +250,15 @@ class Plan:
     def simulate(self) -> Timeline:
         """Predicted steady-state step under the cost model: step time, spans and utilisation by stream, bottleneck."""
         return self._spec.timeline
+
+    def explain(self, decision: str = "") -> Report:
+        """What binds the predicted step, and what other values of `decision` would change (see :func:`slidedp.explain`)."""
+        return explain(self.to_planfile(), decision, hw=self._settings.hw, cost_model=self._settings.cost_model)
+
+    def write_trace(self, path: str | Path, timeline: Timeline | None = None) -> None:
+        """Write `timeline`, predicted or measured (:meth:`measure`), for ui.perfetto.dev; default: the predicted one."""
+        spec = self._spec
+        write_trace(path, spec.graph, timeline or spec.timeline, spec.layers, title=spec.layers.model)
 
     def memory(self) -> MemoryReport:
         """Bytes by use, on the device and on the host."""
