@@ -35,7 +35,7 @@ p { margin: .3rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
 td, th { padding: .15rem 1rem .15rem 0; vertical-align: top; text-align: left; }
 th { font-weight: normal; }
-td.n, th.n { text-align: right; }
+td.n, th.n { text-align: right; white-space: nowrap; }
 tr.here { font-weight: 600; }
 td.bar { min-width: 8rem; }
 td.bar i { display: block; height: .7rem; margin-top: .35rem; background: #3b82c4; }

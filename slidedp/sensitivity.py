@@ -15,7 +15,7 @@ from slidedp.presets import PRESETS
 from slidedp.what_if import WhatIf
 
 BATCH_FACTORS = (0.25, 0.5, 1, 2, 4)
-BUDGET_PARTS = (0.5, 0.7, 0.85, 1, 1.5, 2, 4)
+BUDGET_PARTS = (0.5, 0.7, 0.85, 0.95, 1, 2, 4)
 """Of the device memory that the plan needs."""
 
 

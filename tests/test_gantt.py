@@ -14,6 +14,7 @@ from test_simulate import graph, us
 from slidedp.compiler.costs import AnalyticCostModel, resolve
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.dsl import GraphBuilder
 from slidedp.compiler.gantt import gantt, letters, scale
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memory import estimate_memory
@@ -215,6 +216,33 @@ def test_boundaries_grow_through_the_forward_and_shrink_through_the_backward() -
         assert curve.at(runs[f"recompute.L{i:02}"].start_us)[BOUNDARIES] == (i + 2) * one  # the last is a gradient by now
         assert curve.at(runs[f"recompute.L{i:02}"].start_us)[KEPT] == layers.stage("L00").activation_bytes
     assert curve.at(line.step_us - 1)[BOUNDARIES] == 0
+
+
+def test_what_is_offloaded_is_gone_until_it_is_reloaded() -> None:
+    layers = stack(1)
+    one = layers.stage("L00").boundary_bytes
+    ops = GraphBuilder().slot("off", 1, one, "pinned").group("L00", 4096)
+    ops.op("prologue", "batch -> h.L00, const").op("fwd.L00", "h.L00, const -> h.epilogue", after="data:prologue")
+    ops.op("act_offload.L00", "h.L00 -> O.L00:off[0]", after="data:prologue")
+    ops.op("epilogue", "h.epilogue, const -> loss, d.epilogue", after="data:fwd.L00")
+    ops.op("act_reload.L00", "O.L00:off[0] -> h.L00@1", after="data:act_offload.L00 data:epilogue")
+    ops.op("recompute.L00", "h.L00@1, const -> act.L00", after="data:act_reload.L00")
+    ops.op("bwd.L00", "act.L00, d.epilogue -> d.L00, G.L00@1", after="data:recompute.L00")
+    made = ops.build()
+    line = simulate(made, lambda op: 10)
+    curve = memory_over_time(layers, made, line)
+    assert [curve.at(t)[BOUNDARIES] // one for t in (5, 15, 25, 35, 45, 55)] == [1, 2, 1, 2, 2, 2]  # offloaded from 20 to 30
+    assert [curve.at(t)[KEPT] > 0 for t in (35, 45, 55)] == [False, True, True]
+
+
+def test_what_is_retained_stays_from_forward_to_backward() -> None:
+    layers = stack(1)
+    ops = GraphBuilder().op("prologue", "batch -> h.L00, const")
+    ops.op("fwd.L00", "h.L00, const -> h.epilogue, act.L00", after="data:prologue")
+    ops.op("epilogue", "h.epilogue, const -> loss, d.epilogue", after="data:fwd.L00")
+    made = ops.op("bwd.L00", "act.L00, d.epilogue -> d.L00", after="data:epilogue").build()
+    curve = memory_over_time(layers, made, simulate(made, lambda op: 10))
+    assert [curve.at(t)[KEPT] // layers.stage("L00").activation_bytes for t in (5, 15, 25, 35)] == [0, 1, 1, 1]
 
 
 def test_highest_moment_of_a_stretch() -> None:
