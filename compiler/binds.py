@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -19,6 +19,8 @@ TOGETHER = {OpKind.RECOMPUTE: OpKind.BACKWARD}
 
 MAX_LINKS = 6
 MAX_RUNS = 3
+NEGLIGIBLE = 0.01
+"""Of the chain: a link shorter than that is left out before others become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +45,38 @@ class Link:
 
 
 def links(graph: OpGraph, timeline: Timeline, at_most: int = MAX_LINKS) -> tuple[Link, ...]:
-    """The critical chain in order of time, in `at_most` links: the shortest are dropped, and what then is alike is one.
+    """The critical chain in order of time, in `at_most` links.
 
-    Empty for a measured timeline, which knows of no chain.
+    The shortest go first: one of next to no time is left out, any other becomes one with its shorter neighbour, so that copies
+    and compute that alternate layer by layer are one link of both kinds. Empty for a measured timeline, which has no chain.
     """
     duration = {s.op: s.end_us - s.start_us for s in timeline.spans}
     chain = [graph[name] for name in timeline.critical]
-    out = list(joined(Link((op.kind,), (op.layer,), duration[op.name]) for op in chain))
+    out = joined([Link((op.kind,), (op.layer,), duration[op.name]) for op in chain])
+    total = sum(link.time_us for link in out)
     while len(out) > at_most:
-        out.remove(min(out, key=lambda link: link.time_us))
-        out = list(joined(out))
+        i = min(range(len(out)), key=lambda k: out[k].time_us)
+        short = out.pop(i)
+        if short.time_us >= NEGLIGIBLE * total:
+            j = min((k for k in (i - 1, i) if 0 <= k < len(out)), key=lambda k: out[k].time_us)
+            out[j] = both(out[j], short) if j < i else both(short, out[j])
+        out = joined(out)
     return tuple(out)
 
 
-def joined(parts: Iterable[Link]) -> Iterator[Link]:
-    """Neighbours of alike kinds made one."""
-    last: Link | None = None
+def joined(parts: Sequence[Link]) -> list[Link]:
+    """Neighbours made one where the kinds of the one are among those of the other."""
+    out: list[Link] = []
     for link in parts:
-        if last is not None and family(last.kinds[0]) is family(link.kinds[0]):
-            last = Link(distinct(last.kinds, link.kinds), distinct(last.layers, link.layers), last.time_us + link.time_us)
-            continue
-        if last is not None:
-            yield last
-        last = link
-    if last is not None:
-        yield last
+        if out and (families(out[-1]) <= families(link) or families(out[-1]) >= families(link)):
+            out[-1] = both(out[-1], link)
+        else:
+            out.append(link)
+    return out
+
+
+def both(a: Link, b: Link) -> Link:
+    return Link(distinct(a.kinds, b.kinds), distinct(a.layers, b.layers), a.time_us + b.time_us)
 
 
 def stretches(layers: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -87,8 +96,8 @@ def distinct(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
     return tuple(dict.fromkeys([*a, *b]))
 
 
-def family(kind: OpKind) -> OpKind:
-    return TOGETHER.get(kind, kind)
+def families(link: Link) -> frozenset[OpKind]:
+    return frozenset(TOGETHER.get(kind, kind) for kind in link.kinds)
 
 
 def longest(chain: Sequence[Link]) -> Link | None:

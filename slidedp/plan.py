@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slidedp.agreement import agree_on_decisions
 from slidedp.batch import BatchError, check_batch
 from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.gantt import gantt
 from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
@@ -254,6 +255,10 @@ class Plan:
     def explain(self, decision: str = "") -> Report:
         """What binds the predicted step, and what other values of `decision` would change (see :func:`slidedp.explain`)."""
         return explain(self.to_planfile(), decision, hw=self._settings.hw, cost_model=self._settings.cost_model)
+
+    def gantt(self, timeline: Timeline | None = None, width: int = 80) -> str:
+        """`timeline`, predicted or measured (:meth:`measure`), as text of `width` columns; default: the predicted one."""
+        return gantt(self._spec.graph, timeline or self._spec.timeline, width)
 
     def write_trace(self, path: str | Path, timeline: Timeline | None = None) -> None:
         """Write `timeline`, predicted or measured (:meth:`measure`), for ui.perfetto.dev; default: the predicted one."""

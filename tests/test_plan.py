@@ -97,7 +97,11 @@ def test_a_plan_explains_itself_and_traces_what_was_measured(tmp_path):
         assert [a.value for a in report.alternatives if a.verdict == "chosen"] == ["2"]
         assert not report.notes
         plan.write_trace(tmp_path / "predicted.json")
-        plan.write_trace(tmp_path / "measured.json", plan.measure([lm_batch(seed=i) for i in range(3)]))
+        measured = plan.measure([lm_batch(seed=i) for i in range(3)])
+        plan.write_trace(tmp_path / "measured.json", measured)
+        rows = [[line.split()[0] for line in plan.gantt(t).splitlines() if line.endswith("%")] for t in (None, measured)]
+        assert rows[0] == rows[1]
+        assert plan.gantt(plan.measure([lm_batch()])).startswith("1 step measured, ")
     traces = [json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"] for name in ("predicted", "measured")]
     slices = [Counter(e["name"] for e in events if e["ph"] == "X") for events in traces]
     assert slices[0] == slices[1]  # three steps each, of the same ops
