@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from slidedp.compiler.ops import OpGraph, OpKind, Stream
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.simulate import Timeline
-from slidedp.compiler.unroll import Instance, Picture, clip, picture
+from slidedp.compiler.unroll import Instance, Picture, clip, num_measured_steps, picture
 
 IDLE = "."
 MIN_COLUMNS = 20
@@ -49,7 +49,7 @@ def gantt(graph: OpGraph, timeline: Timeline, width: int = 80) -> str:
     label = max(len(s) for s in shown.streams) + 1
     columns = max(MIN_COLUMNS, width - label - 9)
     kinds = {op.name: op.kind for op in graph.ops}
-    lines = [title(timeline, shown), " " * (label + 1) + scale(shown.end_us, columns)]
+    lines = [title(timeline), " " * (label + 1) + scale(shown.end_us, columns)]
     for stream in shown.streams:
         mine = shown.on(stream)
         busy = sum(i.end_us - i.start_us for i in mine) / max(shown.end_us, 1)
@@ -59,8 +59,9 @@ def gantt(graph: OpGraph, timeline: Timeline, width: int = 80) -> str:
     return "\n".join([*lines, *legend(shown, kinds, width)])
 
 
-def title(timeline: Timeline, shown: Picture) -> str:
-    steps = "" if shown.num_steps == 1 else f"{shown.num_steps} steps measured, "
+def title(timeline: Timeline) -> str:
+    measured = num_measured_steps(timeline)
+    steps = f"{measured} step{'s' * (measured > 1)} measured, " if measured else ""
     return f"{steps}{duration(timeline.step_us)} a step, the GPU waits for {duration(timeline.exposed_us)} of it"
 
 

@@ -78,7 +78,7 @@ def memory_over_time(layers: LayerGraph, graph: OpGraph, timeline: Timeline, *, 
 
     The times are those of :func:`slidedp.compiler.unroll.picture`. `occupied`: slots count only while something is in them.
     """
-    if num_measured_steps(timeline) != 1:
+    if num_measured_steps(timeline):
         end = max((s.end_us for s in timeline.spans), default=0)
         return memory_curve(layers, graph, unroll(timeline), 0, end, occupied=occupied)
     origin, back, ahead = phase(timeline)

@@ -44,14 +44,13 @@ class Picture:
 
 
 def num_measured_steps(timeline: Timeline) -> int:
-    """How often the op that ran most often ran: 1 for a predicted Timeline, 0 for an empty one."""
-    return max(Counter(span.op for span in timeline.spans).values(), default=0)
+    """How often the op that ran most often ran; 0 for a predicted Timeline, which knows what is critical."""
+    return 0 if timeline.critical else max(Counter(span.op for span in timeline.spans).values(), default=0)
 
 
 def unroll(timeline: Timeline, num_steps: int = 1) -> tuple[Instance, ...]:
     """Instances in order of start: the steps that were measured, or `num_steps` of the predicted one, a period apart."""
-    measured = num_measured_steps(timeline)
-    shifts = range(num_steps if measured == 1 else 1)
+    shifts = range(1 if num_measured_steps(timeline) else num_steps)
     spans = sorted(timeline.spans, key=lambda span: span.start_us)
     seen: Counter[str] = Counter()
     out = []
@@ -70,7 +69,7 @@ def picture(timeline: Timeline) -> Picture:
     picture at the time of the period at which they run, as `step` -1 or 1.
     """
     measured = num_measured_steps(timeline)
-    if measured != 1:
+    if measured:
         return Picture(unroll(timeline), max((s.end_us for s in timeline.spans), default=0), measured)
     period = timeline.step_us
     origin, back, ahead = phase(timeline)

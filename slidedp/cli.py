@@ -1,4 +1,4 @@
-"""The command line: ``slidedp plan | simulate | show | diff | check | profile | passes``. Plans need no GPU and no weights.
+"""The command line: ``slidedp plan | simulate | show | explain | diff | check | profile | passes``. Plans need no GPU, no weights.
 
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slidedp.api import load_policy
+from slidedp.cli_show import add_explain_arguments, add_show_arguments
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.diff import diff
@@ -30,7 +31,7 @@ from slidedp.passes.pipeline import PIPELINE, lower
 from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
 from slidedp.ranks import find_ranks
-from slidedp.report import stage_table, summary
+from slidedp.report import summary
 from slidedp.sweep import Sweep, table
 from slidedp.version import __version__
 
@@ -71,12 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
 
     add_simulate_arguments(commands.add_parser("simulate", help="the step over batches, ranks and routes, and what binds it"))
-
-    show = commands.add_parser("show", help="a plan in short")
-    show.set_defaults(run=run_show)
-    show.add_argument("plan")
-    show.add_argument("--ops", action="store_true", help="print its ops, derived anew")
-    show.add_argument("--costs", action="store_true", help="print what was measured of its stages")
+    add_show_arguments(commands.add_parser("show", help="a plan in short; its ops, timeline or memory; a trace or a page of it"))
+    add_explain_arguments(commands.add_parser("explain", help="what binds a plan's step, and what other decisions would change"))
 
     compare = commands.add_parser("diff", help="what differs between two plans; exit status 1 if anything does")
     compare.set_defaults(run=run_diff)
@@ -186,12 +183,6 @@ def dumper(after: str) -> Callable[[str, OpGraph], None]:
             print(f"# after {name}\n{print_graph(graph)}")
 
     return dump
-
-
-def run_show(args: argparse.Namespace) -> int:
-    plan = PlanFile.load(args.plan)
-    print(print_graph(lower(plan.layers, plan.decisions)) if args.ops else stage_table(plan) if args.costs else summary(plan))
-    return 0
 
 
 def run_diff(args: argparse.Namespace) -> int:

@@ -21,16 +21,19 @@ from slidedp.batch import BatchError, check_batch
 from slidedp.calibrate import cached_stages, measured_stages
 from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
 from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.gantt import gantt
 from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
+from slidedp.compiler.trace_events import write_trace
 from slidedp.executor.checkpoint_files import FileLayer
 from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine, MachineOptions
 from slidedp.executor.step import Step, StepResult
 from slidedp.executor.words import PeerError
+from slidedp.explain import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, planfile_of
@@ -315,6 +318,19 @@ class Plan:
     def simulate(self) -> Timeline:
         """Predicted steady-state step under the cost model: step time, spans and utilisation by stream, bottleneck."""
         return self._spec.timeline
+
+    def explain(self, decision: str = "") -> Report:
+        """What binds the predicted step, and what other values of `decision` would change (see :func:`slidedp.explain`)."""
+        return explain(self.to_planfile(), decision, hw=self._settings.hw, cost_model=self._settings.cost_model)
+
+    def gantt(self, timeline: Timeline | None = None, width: int = 80) -> str:
+        """`timeline`, predicted or measured (:meth:`measure`), as text of `width` columns; default: the predicted one."""
+        return gantt(self._spec.graph, timeline or self._spec.timeline, width)
+
+    def write_trace(self, path: str | Path, timeline: Timeline | None = None) -> None:
+        """Write `timeline`, predicted or measured (:meth:`measure`), for ui.perfetto.dev; default: the predicted one."""
+        spec = self._spec
+        write_trace(path, spec.graph, timeline or spec.timeline, spec.layers, title=spec.layers.model)
 
     def memory(self) -> MemoryReport:
         """Bytes by use, on the device and on the host."""

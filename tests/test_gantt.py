@@ -14,6 +14,7 @@ from test_simulate import graph, us
 from slidedp.compiler.costs import AnalyticCostModel, resolve
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.dsl import GraphBuilder
 from slidedp.compiler.gantt import gantt, letters, scale
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memory import estimate_memory
@@ -42,11 +43,11 @@ def plain_us(op: Op) -> int:
     return {OpKind.FORWARD: 100, OpKind.RECOMPUTE: 100, OpKind.BACKWARD: 200, OpKind.EPILOGUE: 150}.get(op.kind, 60)
 
 
-def twice(line: Timeline) -> Timeline:
+def twice(line: Timeline, num_steps: int = 2) -> Timeline:
     """What measuring two steps of `line` would give."""
-    events = [(i.op, i.stream, i.start_us / 1e6, i.end_us / 1e6) for i in unroll(line, 2)]
+    events = [(i.op, i.stream, i.start_us / 1e6, i.end_us / 1e6) for i in unroll(line, num_steps)]
     random.Random(0).shuffle(events)
-    return measured_timeline(events, 2)
+    return measured_timeline(events, num_steps)
 
 
 # ---- periods ----
@@ -66,9 +67,9 @@ def test_a_period_holds_every_op_for_as_long_as_it_runs() -> None:
 def test_a_period_of_a_real_plan(batch: int) -> None:
     _, _, _, line = planned(qwen3_4b(batch))
     shown = picture(line)
-    assert {s: sum(i.end_us - i.start_us for i in shown.on(s)) for s in shown.streams} == line.busy_us
     for stream in shown.streams:
         mine = shown.on(stream)
+        assert sum(i.end_us - i.start_us for i in mine) == sum(s.end_us - s.start_us for s in line.spans if s.stream is stream)
         assert all(a.end_us <= b.start_us for a, b in pairwise(mine)), "two at once"
     assert shown.on(Stream.GPU)[0].start_us == 0
     assert max(i.end_us for i in shown.instances) <= line.step_us
@@ -81,6 +82,8 @@ def test_measured_steps_are_numbered_in_order_of_time() -> None:
     shown = picture(measured)
     assert shown.num_steps == 2
     assert shown.end_us == max(s.end_us for s in measured.spans)
+    once = twice(line, 1)
+    assert [(i.step, i.op) for i in unroll(once, 3)] == [(0, i.op) for i in unroll(line)]  # one was run
 
 
 # ---- the drawing ----
@@ -215,6 +218,33 @@ def test_boundaries_grow_through_the_forward_and_shrink_through_the_backward() -
         assert curve.at(runs[f"recompute.L{i:02}"].start_us)[BOUNDARIES] == (i + 2) * one  # the last is a gradient by now
         assert curve.at(runs[f"recompute.L{i:02}"].start_us)[KEPT] == layers.stage("L00").activation_bytes
     assert curve.at(line.step_us - 1)[BOUNDARIES] == 0
+
+
+def test_what_is_offloaded_is_gone_until_it_is_reloaded() -> None:
+    layers = stack(1)
+    one = layers.stage("L00").boundary_bytes
+    ops = GraphBuilder().slot("off", 1, one, "pinned").group("L00", 4096)
+    ops.op("prologue", "batch -> h.L00, const").op("fwd.L00", "h.L00, const -> h.epilogue", after="data:prologue")
+    ops.op("act_offload.L00", "h.L00 -> O.L00:off[0]", after="data:prologue")
+    ops.op("epilogue", "h.epilogue, const -> loss, d.epilogue", after="data:fwd.L00")
+    ops.op("act_reload.L00", "O.L00:off[0] -> h.L00@1", after="data:act_offload.L00 data:epilogue")
+    ops.op("recompute.L00", "h.L00@1, const -> act.L00", after="data:act_reload.L00")
+    ops.op("bwd.L00", "act.L00, d.epilogue -> d.L00, G.L00@1", after="data:recompute.L00")
+    made = ops.build()
+    line = simulate(made, lambda op: 10)
+    curve = memory_over_time(layers, made, line)
+    assert [curve.at(t)[BOUNDARIES] // one for t in (5, 15, 25, 35, 45, 55)] == [1, 2, 1, 2, 2, 2]  # offloaded from 20 to 30
+    assert [curve.at(t)[KEPT] > 0 for t in (35, 45, 55)] == [False, True, True]
+
+
+def test_what_is_retained_stays_from_forward_to_backward() -> None:
+    layers = stack(1)
+    ops = GraphBuilder().op("prologue", "batch -> h.L00, const")
+    ops.op("fwd.L00", "h.L00, const -> h.epilogue, act.L00", after="data:prologue")
+    ops.op("epilogue", "h.epilogue, const -> loss, d.epilogue", after="data:fwd.L00")
+    made = ops.op("bwd.L00", "act.L00, d.epilogue -> d.L00", after="data:epilogue").build()
+    curve = memory_over_time(layers, made, simulate(made, lambda op: 10))
+    assert [curve.at(t)[KEPT] // layers.stage("L00").activation_bytes for t in (5, 15, 25, 35)] == [0, 1, 1, 1]
 
 
 def test_highest_moment_of_a_stretch() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -86,6 +88,25 @@ def test_random_numbers_after_run_are_the_users():
             plan.run(lm_batch(seed=i))
             got.append(torch.rand(3).tolist())
     assert got == want
+
+
+def test_a_plan_explains_itself_and_traces_what_was_measured(tmp_path):
+    with compiled(example=lm_batch(), policy={"window": 2}) as plan:
+        report = plan.explain("window")
+        assert report.step_us == plan.simulate().step_us
+        assert [a.value for a in report.alternatives if a.verdict == "chosen"] == ["2"]
+        assert not report.notes
+        plan.write_trace(tmp_path / "predicted.json")
+        measured = plan.measure([lm_batch(seed=i) for i in range(3)])
+        plan.write_trace(tmp_path / "measured.json", measured)
+        rows = [[line.split()[0] for line in plan.gantt(t).splitlines() if line.endswith("%")] for t in (None, measured)]
+        assert rows[0] == rows[1]
+        assert plan.gantt(plan.measure([lm_batch()])).startswith("1 step measured, ")
+    traces = [json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"] for name in ("predicted", "measured")]
+    slices = [Counter(e["name"] for e in events if e["ph"] == "X") for events in traces]
+    assert slices[0] == slices[1]  # three steps each, of the same ops
+    assert {e["args"]["step"] for e in traces[1] if e["ph"] == "X"} == {0, 1, 2}
+    assert sum(e["ph"] == "s" for e in traces[0]) == sum(e["ph"] == "s" for e in traces[1]) > 0
 
 
 def test_non_finite_loss_leaves_the_plan_usable():
