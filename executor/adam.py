@@ -150,7 +150,7 @@ class CpuAdam:
         `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
         `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
         a gradient are left alone, moments and step count included. Padding is never touched.
-        Raises NonFiniteGradient; the block (native) or the range (torch) with the bad element is then unchanged.
+        Raises NonFiniteGradient; the tile of 512 (native) or the range (torch) with the bad element is then unchanged.
         """
         if self.native:
             flags = None if present is None else self._flags(group, present)

@@ -19,7 +19,7 @@ from torch import Tensor
 from slidedp.compiler.decisions import Decisions, Reduction, Source
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.residency import is_resident
-from slidedp.executor.segment import GIB, Exchange, PrivateMapping, SharedSegment
+from slidedp.executor.segment import GIB, Exchange, SharedSegment
 from slidedp.executor.words import Check, Words, WordsLayout
 
 _PAGE = 4096
@@ -236,7 +236,7 @@ class HostState:
         """
         kept: dict[str, Tensor] = {}
         if keep_master and "master" in self._segments:
-            private: PrivateMapping = self._segments["master"].remap_private()
+            private = self._segments["master"].remap_private()
             for (buffer, group, _), p in self.layout.places.items():
                 if buffer is Buffer.MASTER:
                     kept[group] = private.tensor(p.dtype, p.offset_bytes, p.numel)

@@ -113,7 +113,7 @@ class HostKernels:
     ) -> int:
         """One native AdamW call over `segments` (dtype SEGMENT) of a group's flat `state`: master and the two moments.
 
-        Returns -1, or the first element of the lowest block left untouched because its gradient was not finite.
+        Returns -1, or the first element of the lowest tile left untouched because its gradient was not finite.
         """
         assert segments.dtype == SEGMENT
         assert segments.flags.c_contiguous

@@ -9,24 +9,24 @@ the OOM killer), step by step, looking before each step at what the machine and 
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from slidedp.executor.host_memory import available_bytes, total_bytes
+from slidedp.executor.mapping import FileMapping
 
 Exchange = Callable[[list[int]], list[int]]
 """Collective: every rank passes a list of one length, every rank gets rank 0's."""
 
 GIB = 1 << 30
 _STEP_BYTES = GIB
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap module
+_MOST_STEPS = 8  # allocated side by side: the kernel zeroes memory in the thread that asks for it
 _NUM_INTS = 5
 
 
@@ -63,7 +63,7 @@ class SharedSegment:
     ) -> None:
         self.name, self.nbytes = name, max(nbytes, 1)
         self._fd = -1
-        self._map: mmap.mmap | None = None
+        self._map: FileMapping | None = None
         error: Exception | None = None
         message = [0] * _NUM_INTS
         if rank == 0:
@@ -83,28 +83,32 @@ class SharedSegment:
     def _create(self, available: Callable[[], int], total: Callable[[], int], wait_s: float) -> None:
         self._fd = os.memfd_create(f"slidedp-{self.name}", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, self.nbytes)
-        self._map_shared()
-        for start in range(0, self.nbytes, _STEP_BYTES):
-            step = min(_STEP_BYTES, self.nbytes - start)
-            left = _wait_for(step, available, total, wait_s)
-            if left < step:
-                raise HostMemoryError(self.name, self.nbytes, start + left)
-            try:
-                self._allocate(start, step)
-            except OSError as e:
-                if e.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
-                    raise
-                raise HostMemoryError(self.name, self.nbytes, start + available()) from e
+        self._map = FileMapping(self._fd, self.nbytes)
+        start = 0
+        with ThreadPoolExecutor(min(_MOST_STEPS, os.cpu_count() or 1)) as threads:
+            while start < self.nbytes:
+                step = min(_STEP_BYTES, self.nbytes - start)
+                left = _wait_for(step, available, total, wait_s)
+                if left < step:
+                    raise HostMemoryError(self.name, self.nbytes, start + left)
+                end = min(start + max(1, min(_MOST_STEPS, left // _STEP_BYTES)) * _STEP_BYTES, self.nbytes)
+                parts = [(at, min(_STEP_BYTES, end - at)) for at in range(start, end, _STEP_BYTES)]
+                try:
+                    list(threads.map(self._allocate, *zip(*parts, strict=True)))
+                except OSError as e:
+                    if e.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT):
+                        raise
+                    raise HostMemoryError(self.name, self.nbytes, start + available()) from e
+                start = end
 
     def _allocate(self, start: int, step: int) -> None:
-        # Touching through the mapping lets the kernel use huge pages (7 % of the update's time); fallocate cannot.
+        # Touching through the mapping lets the kernel use huge pages; fallocate cannot.
         assert self._map is not None
-        try:
-            self._map.madvise(_MADV_POPULATE_WRITE, start, step)
-        except OSError as e:
-            if e.errno != errno.EINVAL:
-                raise
+        code = self._map.populate(start, step)
+        if code == errno.EINVAL:
             os.posix_fallocate(self._fd, start, step)
+        elif code:
+            raise OSError(code, os.strerror(code))
 
     def _open(self, pid: int, fd: int, nbytes: int, inode: int) -> None:
         assert nbytes == self.nbytes, f"segment {self.name}: {self.nbytes} bytes here, {nbytes} on rank 0"
@@ -117,49 +121,26 @@ class SharedSegment:
                 "all ranks of a host must run as one user in one container (PID namespace)"
             ) from e
         assert os.fstat(self._fd).st_ino == inode, f"{path} is not rank 0's segment {self.name}"
-        self._map_shared()
-
-    def _map_shared(self) -> None:
-        self._map = mmap.mmap(self._fd, self.nbytes, flags=mmap.MAP_SHARED)
-        with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = FileMapping(self._fd, self.nbytes)
 
     def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
         """A flat view of the memory; it keeps the memory mapped for as long as it lives."""
         assert self._map is not None, f"segment {self.name} is closed"
-        return _view(self._map, dtype, offset_bytes, numel)
+        return self._map.tensor(dtype, offset_bytes, numel)
 
-    def remap_private(self) -> PrivateMapping:
+    def remap_private(self) -> FileMapping:
         """The same memory as an ordinary, per-process one: pages stay shared until somebody writes to them (copy on write).
 
         Nobody may write through the shared mapping from now on. Valid after `close` and after other ranks have ended.
         """
-        return PrivateMapping(mmap.mmap(self._fd, self.nbytes, flags=mmap.MAP_PRIVATE))
+        return FileMapping(self._fd, self.nbytes, private=True)
 
     def close(self) -> None:
         """Unmaps and releases. While a tensor from here lives, its pages stay; new ones cannot be made. Idempotent."""
-        # Not mmap.close(): torch.frombuffer keeps a reference to the object but no lock on its buffer, so that would unmap
-        # the memory under living tensors. The last reference to go, ours or a tensor's, unmaps.
-        self._map = None
+        self._map = None  # the last reference to go, this or a tensor's, unmaps
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-class PrivateMapping:
-    """Copy-on-write memory of this process; it lives as long as its tensors do."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._map = mapping
-
-    def tensor(self, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
-        return _view(self._map, dtype, offset_bytes, numel)
-
-
-def _view(mapping: mmap.mmap, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)  # frombuffer refuses nothing
-    return torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset_bytes)
 
 
 def _wait_for(step: int, available: Callable[[], int], total: Callable[[], int], wait_s: float) -> int:

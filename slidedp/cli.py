@@ -1,4 +1,4 @@
-"""The command line: ``slidedp plan | simulate | show | explain | diff | check | profile | passes``. Plans need no GPU, no weights.
+"""The command line: ``slidedp plan | simulate | show | explain | diff | check | profile | passes``; only `profile` runs anything.
 
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """

@@ -19,13 +19,13 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def mapped_pss_bytes(name: str) -> int:
-    """This process's proportional share of the mappings of a memfd."""
+def mapped_bytes(name: str, field: str = "Pss") -> int:
+    """A field of this process's mappings of a memfd; `Pss` is its proportional share of them."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
             inside = name in line
-        elif inside and line.startswith("Pss:"):
+        elif inside and line.startswith(f"{field}:"):
             total += int(line.split()[1]) << 10
     return total
 
@@ -58,6 +58,19 @@ def test_close_frees_the_memory_and_keeps_living_views():
     del view
     assert open_fds() == before
     assert "closing" not in Path("/proc/self/maps").read_text()
+
+
+def test_memory_is_in_huge_pages_where_the_kernel_has_them():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    release = tuple(int(x) for x in os.uname().release.split("-")[0].split(".")[:2])
+    if release < (6, 1) or not setting.exists() or "[deny]" in setting.read_text():
+        pytest.skip("no MADV_COLLAPSE for shared memory here")
+    segment = SharedSegment("huge", 9 * MIB)
+    view = segment.tensor(torch.float32, 0, 9 * MIB // 4)
+    assert view.data_ptr() % (2 * MIB) == 0
+    assert not view.any()
+    assert mapped_bytes("slidedp-huge", "ShmemPmdMapped") == 8 * MIB
+    segment.close()
 
 
 def test_private_mapping_survives_and_copies_on_write():
@@ -130,7 +143,7 @@ def share(size_mib: int) -> dict:
     dist.barrier()
     total = int(data.sum())
     dist.barrier()  # both have touched all of it by now
-    pss = mapped_pss_bytes("slidedp-both")
+    pss = mapped_bytes("slidedp-both")
     private = segment.remap_private().tensor(torch.int64, 0, numel)
     dist.barrier()
     del data

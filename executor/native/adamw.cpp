@@ -153,7 +153,7 @@ extern "C" {
 void* slidedp_pool_create(int32_t threads) { return new (std::nothrow) Pool(threads); }
 void slidedp_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Pointers are those of element 0 of the group. Returns -1, or the first element of the lowest block that was left
+// Pointers are those of element 0 of the group. Returns -1, or the first element of the lowest tile that was left
 // untouched because its gradient holds an Inf or a NaN.
 int64_t slidedp_adamw(void* pool, float* p, float* m, float* v, const void* grad, int32_t grad_dtype, void* shadow,
                       int32_t shadow_dtype, const void* segments, int64_t num_segments, float beta1, float one_minus_beta1,

@@ -42,7 +42,7 @@ GATE = np.dtype([("words", "<u8"), ("at_least", "<i8")])
 """Mirrors ``struct Gate``: the address of one word a rank, and what each has to reach."""
 
 COMPLETION = np.dtype([("id", "<i8"), ("result", "<i8"), ("start_s", "<f8"), ("end_s", "<f8")])
-"""Mirrors ``struct Completion``. `result`: DONE, SKIPPED, or the first element of a block with a gradient that is not finite."""
+"""Mirrors ``struct Completion``. `result`: DONE, SKIPPED, or the first element of a tile with a gradient that is not finite."""
 
 DONE, SKIPPED = -1, -2
 """Results of an update: SKIPPED when the loss of its step is not finite."""

@@ -17,7 +17,7 @@
 namespace slidedp {
 
 constexpr int64_t kBlock = 1 << 17;  // elements a thread takes at a time: a preempted thread holds up one block, not a share
-constexpr int64_t kTile = 1024;      // elements whose converted values wait in L1 before they are stored
+constexpr int64_t kTile = 512;       // elements that are looked at, updated and stored while they are in L1
 
 enum Dtype : int32_t { kNone = 0, kFloat32 = 1, kBFloat16 = 2 };
 
@@ -113,15 +113,19 @@ void update_tile(float* __restrict p, float* __restrict m, float* __restrict v, 
     }
 }
 
-// Updates [lo, hi). Returns -1, or `lo` with nothing touched when a gradient in it is an Inf or a NaN.
+// Updates [lo, hi). Returns -1; or, when a gradient is an Inf or a NaN, the start of its tile, which is left untouched like
+// all that follows.
 template <class G, class S>
 int64_t update_block(const Tensors& t, int64_t lo, int64_t hi, const Segment& s, const Betas& b) {
     const G* g = static_cast<const G*>(t.grad);
     S* shadow = static_cast<S*>(t.shadow);
-    if (any_nonfinite(g + lo, hi - lo)) return lo;
     alignas(64) S tile[kTile];
     for (int64_t i = lo; i < hi; i += kTile) {
         int64_t n = hi - i < kTile ? hi - i : kTile;
+        if (any_nonfinite(g + i, n)) {
+            fence_streamed();
+            return i;
+        }
         update_tile(t.master + i, t.exp_avg + i, t.exp_avg_sq + i, g + i, tile, n, s, b);
         if (shadow) store_tile(shadow + i, tile, n * int64_t(sizeof(S)));
     }

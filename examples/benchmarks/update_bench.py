@@ -1,0 +1,234 @@
+"""The CPU update alone: parameters per second by threads, what a queue adds to a task, and both with the links busy.
+
+    python examples/benchmarks/update_bench.py                     # on the machine to be known; 16 bytes of memory a parameter
+    python examples/benchmarks/update_bench.py --params 50 --threads 1,2
+
+One JSON line a measurement:
+
+``kernel``     one call over everything, BF16 gradient in, BF16 shadow out; `reference`: the simplest kernel that vectorises,
+               OpenMP with equal shares (as in a plain CPU Adam), on the same memory. The two take turns; medians
+``queue``      the same elements in tasks of so many MB of gradient, all ready: by the native queue and by the Python worker.
+               `idle_us`: what a task takes beyond its share of `kernel`. `busy`: while another Python thread never rests
+``links``      (with a GPU) `kernel` and `reference` while both DMA directions copy without pause; GB/s of each
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from slidedp.compiler.decisions import Decisions, GroupDecision, Source
+from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.ops import Stream
+from slidedp.compiler.optimizer import AdamW
+from slidedp.executor.adam import CpuAdam
+from slidedp.executor.host_state import HostState
+from slidedp.executor.native.build import StepConstants
+from slidedp.executor.streams import Streams
+from slidedp.executor.updates import UpdateQueue
+
+REFERENCE = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+extern "C" void adamw(float* p, float* m, float* v, const uint16_t* g, uint16_t* out, int64_t n, float lr, float b1, float b2,
+                      float eps, float wd, float step_size, float inv_bias2_sqrt, int threads) {
+#pragma omp parallel for simd num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits = uint32_t(g[i]) << 16;
+    float grad;
+    std::memcpy(&grad, &bits, 4);
+    float mean = m[i] * b1 + grad * (1 - b1), square = v[i] * b2 + grad * grad * (1 - b2);
+    float param = p[i] * (1 - lr * wd) - step_size * mean / (std::sqrt(square) * inv_bias2_sqrt + eps);
+    m[i] = mean, v[i] = square, p[i] = param;
+    uint32_t w;
+    std::memcpy(&w, &param, 4);
+    out[i] = uint16_t((w + 0x7fff + ((w >> 16) & 1)) >> 16);
+  }
+}
+"""
+NAME = "G"
+BYTES_PER_PARAM = 28  # read and written: master and two moments 24, gradient 2, shadow 2
+OPTIMIZER = AdamW(lr=1e-5)
+
+
+def main() -> None:
+    args = parse_arguments()
+    numel = args.params * 1_000_000 // 64 * 64
+    group = Group(NAME, numel, numel, (NAME,), (Param(("weight",), (numel,), 0),))
+    state = HostState((group,), Decisions({NAME: GroupDecision(source=Source.SHADOW)}), rank=0, world_size=1,
+                      compute_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, num_words=1)
+    for i in range(0, numel, 1 << 24):  # not zeros: their square roots may be faster than others
+        state.master[NAME][i : i + (1 << 24)].normal_()
+        state.grad[NAME][i : i + (1 << 24)].normal_()
+    reference = build_reference(state)
+    for threads in args.threads:
+        adam = CpuAdam(state, [group], OPTIMIZER, kernel="native", num_threads=threads)
+        ours = numbered(lambda step, adam=adam: adam.update(NAME, 0, numel, step))
+        theirs = lambda threads=threads: reference(threads)  # noqa: E731
+        mine_s, theirs_s = in_turns(ours, theirs, args.repeats)
+        report("kernel", threads, numel, mine_s, reference_gparams=round(numel / theirs_s / 1e9, 3),
+               ratio=round(theirs_s / mine_s, 3))
+        if threads in args.queue_threads:
+            for megabytes in args.megabytes:
+                measure_queues(adam, state, threads, megabytes, args.repeats)
+        if torch.cuda.is_available():
+            links(threads, numel, ours, theirs, args.repeats)
+    state.close(keep_master=False)
+
+
+def parse_arguments() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(x) for x in text.split(",")]
+
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--params", type=int, default=400, help="millions")
+    p.add_argument("--threads", type=numbers, default=[1, 4, 8, 12, 14, 16])
+    p.add_argument("--queue-threads", type=numbers, default=[14], help="those of --threads to measure the queues with")
+    p.add_argument("--megabytes", type=numbers, default=[4, 8, 16, 32], help="of BF16 gradient a task")
+    p.add_argument("--repeats", type=int, default=5)
+    return p.parse_args()
+
+
+def measure_queues(adam: CpuAdam, state: HostState, threads: int, megabytes: int, repeats: int) -> None:
+    """Every task is ready from the start: what goes by between two is the queue's."""
+    numel, size = state.grad[NAME].numel(), megabytes * 500_000 // 64 * 64
+    bounds = [(lo, min(lo + size, numel)) for lo in range(0, numel, size)]
+    streams = Streams()
+    streams.updates.open_queue(UpdateQueue(adam.kernels.library, threads, state.words.shape()))
+
+    def native(step: int) -> None:
+        constants = StepConstants(step, OPTIMIZER.lr, 0, None)
+        tickets = [streams.updates.submit_update(adam.bind(NAME, *b).handle, constants, (), present=0, gates=(), name="",
+                                                 deadline=0, finished=lambda result: None) for b in bounds]
+        for ticket in tickets:
+            ticket.wait_done()
+
+    def python(step: int) -> None:
+        tickets = [streams.submit(Stream.CPU, lambda b=b: adam.update(NAME, *b, step)) for b in bounds]
+        for ticket in tickets:
+            ticket.wait_done()
+
+    whole = numbered(lambda step: adam.update(NAME, 0, numel, step))
+    for busy in (False, True):
+        with busy_python() if busy else nothing():
+            for queue, run in (("native", native), ("python", python)):
+                queue_s, kernel_s = in_turns(numbered(run), whole, repeats)
+                idle_us = (queue_s - kernel_s) / len(bounds) * 1e6
+                report("queue", threads, numel, queue_s, queue=queue, megabytes=megabytes, busy=busy, tasks=len(bounds),
+                       task_us=round(queue_s / len(bounds) * 1e6), idle_us=round(idle_us, 1))
+    streams.close()
+
+
+def links(threads: int, numel: int, ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> None:
+    for name, run in (("ours", ours), ("reference", theirs)):
+        with both_directions(256 << 20) as moved:
+            run()
+            before, began = list(moved), time.perf_counter()
+            seconds = [timed(run) for _ in range(repeats)]
+            wall_s = time.perf_counter() - began
+            h2d, d2h = ((after - b) / wall_s / 1e9 for after, b in zip(moved, before, strict=True))
+        report("links", threads, numel, statistics.median(seconds), kernel=name, h2d_gbps=round(h2d, 1), d2h_gbps=round(d2h, 1))
+
+
+@contextmanager
+def both_directions(nbytes: int) -> Iterator[list[int]]:
+    """Copies between host and GPU, both ways, until the block ends. Yields the bytes moved so far, up and down."""
+    moved, stop = [0, 0], threading.Event()
+
+    def copy(way: int) -> None:
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                done = torch.cuda.Event(blocking=True)
+                (device.copy_(host, non_blocking=True) if way == 0 else host.copy_(device, non_blocking=True))
+                done.record()
+                done.synchronize()
+                moved[way] += nbytes
+
+    threads = [threading.Thread(target=copy, args=(way,)) for way in (0, 1)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield moved
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def busy_python() -> Iterator[None]:
+    """Another thread runs Python all the time, as the one that issues a step's ops does."""
+    stop = False
+
+    def spin() -> None:
+        while not stop:
+            sum(range(100))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop = True
+        thread.join()
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def build_reference(state: HostState) -> Callable[[int], None]:
+    """A function of the number of threads."""
+    folder = Path(tempfile.mkdtemp(prefix="slidedp-reference-"))
+    (folder / "adamw.cpp").write_text(REFERENCE)
+    flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
+    subprocess.check_call(["g++", *flags, str(folder / "adamw.cpp"), "-o", str(folder / "adamw.so")])
+    library = ctypes.CDLL(str(folder / "adamw.so"))
+    buffers = (state.master, state.exp_avg, state.exp_avg_sq, state.grad, state.shadow)
+    pointers = [ctypes.c_void_p(b[NAME].data_ptr()) for b in buffers]
+    floats = [ctypes.c_float(x) for x in (OPTIMIZER.lr, *OPTIMIZER.betas, OPTIMIZER.eps, OPTIMIZER.weight_decay, 1e-4, 4.0)]
+    return lambda threads: library.adamw(*pointers, ctypes.c_int64(state.grad[NAME].numel()), *floats, threads)
+
+
+def numbered(run: Callable[[int], object]) -> Callable[[], object]:
+    """`run` with a step number that goes up."""
+    steps = iter(range(1, 1 << 30))
+    return lambda: run(next(steps))
+
+
+def in_turns(a: Callable[[], object], b: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Median seconds of each; one call of each warms up. In turns, so that both see the same machine."""
+    a(), b()
+    seconds = [(timed(a), timed(b)) for _ in range(repeats)]
+    return statistics.median(s[0] for s in seconds), statistics.median(s[1] for s in seconds)
+
+
+def timed(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def report(what: str, threads: int, numel: int, seconds: float, **extra: object) -> None:
+    line = {"what": what, "threads": threads, "gparams": round(numel / seconds / 1e9, 3),
+            "host_gbps": round(BYTES_PER_PARAM * numel / seconds / 1e9, 1), **extra}
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
