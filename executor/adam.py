@@ -144,10 +144,14 @@ class CpuAdam:
             assert g.present.shape == g.counts.shape, (group, g.present.shape)
             g.counts += g.present
             g.counted_step = step
-        index, starts, ends = g.cut(lo, hi)
+        _, index, starts, ends = self.cut(group, lo, hi)
         assert g.present is not None
         had = g.present[index]
         return g, index[had], starts[had], ends[had]
+
+    def cut(self, group: str, lo: int, hi: int) -> tuple[_GroupSteps, np.ndarray, np.ndarray, np.ndarray]:
+        """The same of all trainable parameters; counts nothing."""
+        return self._groups[group], *self._groups[group].cut(lo, hi)
 
     def _native(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int) -> None:
         opt, lr, state = self.optimizer, self.lr(step), self._state

@@ -187,11 +187,11 @@ class Machine:
             self.adam.update(group, lo, hi, step.number, self.present(group, step))
         step.updated.add(group)
 
-    def update_resident(self, group: str, lo: int, hi: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
+    def update_resident(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
         """The same in HBM, issued to the device."""
         assert self.resident is not None
         with step.says_what_moved():
-            self.resident.update(group, lo, hi, gradient, weights, step.number, self.present(group, step))
+            self.resident.adam.update(group, lo, gradient, weights, step.number, self.present(group, step))
         step.updated.add(group)
 
     def present(self, group: str, step: Step) -> np.ndarray:
@@ -279,9 +279,9 @@ class Machine:
                 last = left == 0
             if last:
                 step.release()
-                if step.nonfinite is not None and self.resident:
+                if step.grad_norms is not None and self.resident:
                     with step.says_what_moved():
-                        self.resident.adam.require_finite(step.nonfinite, step.number)
+                        self.resident.adam.require_finite(step.grad_norms, step.number)
                 if self.streams.error is None:
                     self.words.publish(DRAINED, step.turn)
 
@@ -382,6 +382,7 @@ class Machine:
             self.closed = True
             if self.resident:
                 self.resident.close(rescue=not healthy)
+                self.resident = None
             self.binding.restore()
             self.backend.close()
             if healthy:
