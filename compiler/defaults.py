@@ -6,7 +6,8 @@
 - reduction: `gpu`: one sum returns, so the host moves and adds least;
 - source: `shadow`, a copy of the same bytes without a cast; `cast` when the host has no room for the shadow;
 - chunks of about 32 MiB, where a copy runs at full rate and a task's fixed cost is a few percent, at most 8 a group;
-- window: 4 weight slots, fewer when HBM has no room, never fewer than 2; 2 gradient slots.
+- window: 4 weight slots, fewer when HBM has no room, never fewer than 2; 2 gradient slots;
+- state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.policy import apply_policy
+from slidedp.compiler.spare_hbm import spare_hbm_rule
 from slidedp.compiler.units import format_bytes
 
 CHUNK_BYTES = 32 * 2**20
@@ -37,12 +39,13 @@ def default_decisions(
     host_budget: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     cost_model: CostModel | None = None,
+    spare_hbm: bool = False,
 ) -> Decisions:
     """One decision for every group of `graph`, and the plan's slots. Budgets are bytes; None: what the machine has.
 
     `policy`: what the user pins (:mod:`slidedp.compiler.policy`), kept while the rule chooses the rest. `cost_model`: what
-    decides the route; default the analytic one. Raises ValueError with the bytes needed and the budget when the smallest
-    window, or the state on the host, has no room.
+    decides the route; default the analytic one. `spare_hbm`: let the rule use HBM that is left. Raises ValueError with the
+    bytes needed and the budget when the smallest window, or the state on the host, has no room.
     """
     hbm_budget = hw.hbm_bytes if hbm_budget is None else hbm_budget
     host_budget = hw.host_bytes if host_budget is None else host_budget
@@ -59,6 +62,8 @@ def default_decisions(
         decisions = decide(source, window)
         if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
             break
+    if spare_hbm:
+        decisions = apply_policy(spare_hbm_rule(graph, decisions, hw, costs, hbm_budget), policy, graph)
     check_budgets(graph, decisions, hbm_budget, host_budget)
     return decisions
 
