@@ -12,6 +12,7 @@
 - head chunks: 1, all logits at once, while these are under 256 MiB in FP32; else chunks of 2048 tokens, where the head's
   products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
   smallest window, chunks of 256 tokens.
+- state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.policy import apply_policy
+from slidedp.compiler.spare_hbm import spare_hbm_rule
 from slidedp.compiler.units import format_bytes
 
 CHUNK_BYTES = 32 * 2**20
@@ -46,12 +48,13 @@ def default_decisions(
     host_budget: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     cost_model: CostModel | None = None,
+    spare_hbm: bool = False,
 ) -> Decisions:
     """One decision for every group of `graph`, and the plan's slots. Budgets are bytes; None: what the machine has.
 
     `policy`: what the user pins (:mod:`slidedp.compiler.policy`), kept while the rule chooses the rest. `cost_model`: what
-    decides the route; default the analytic one. Raises ValueError with the bytes needed and the budget when the smallest
-    window, or the state on the host, has no room.
+    decides the route; default the analytic one. `spare_hbm`: let the rule use HBM that is left. Raises ValueError with the
+    bytes needed and the budget when the smallest window, or the state on the host, has no room.
     """
     hbm_budget = hw.hbm_bytes if hbm_budget is None else hbm_budget
     host_budget = hw.host_bytes if host_budget is None else host_budget
@@ -72,6 +75,8 @@ def default_decisions(
         if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
             break
     check_head(graph, decisions)
+    if spare_hbm:
+        decisions = apply_policy(spare_hbm_rule(graph, decisions, hw, costs, hbm_budget), policy, graph)
     check_budgets(graph, decisions, hbm_budget, host_budget)
     return decisions
 

@@ -29,7 +29,7 @@ HEADS: dict[str, tuple[OpKind, Stream]] = {
     "d2h": (OpKind.D2H, Stream.D2H),
     "host_reduce": (OpKind.HOST_REDUCE, Stream.HOST),
     "cpu_update": (OpKind.CPU_UPDATE, Stream.CPU),
-    "gpu_update": (OpKind.GPU_UPDATE, Stream.GPU),
+    "gpu_update": (OpKind.GPU_UPDATE, Stream.UPDATE),
     "act_offload": (OpKind.ACT_OFFLOAD, Stream.D2H),
     "act_reload": (OpKind.ACT_RELOAD, Stream.H2D),
     "prologue": (OpKind.PROLOGUE, Stream.GPU),

@@ -4,14 +4,15 @@ Two arithmetics, chosen as for the CPU (adam.py), with whose step counts, learni
 
 ``torch``   the same operations on the same ranges as the CPU's ``torch``: on the CPU backend the same bits. It looks at each
             gradient before it updates, which on a GPU waits for the device.
-fused       ``torch._fused_adamw_``, one kernel for all parameters of a chunk; within rounding of torch.optim.AdamW. It never
-            waits: a chunk with a gradient that is not finite is left as it is by the kernel itself, and the flags of a step's
-            parameters come to the host with its last update.
+fused       ``torch._fused_adamw_``, one kernel for the parameters of a chunk; within rounding of torch.optim.AdamW. It never
+            waits: a chunk with a gradient that is not finite is left as it is by the kernel itself, and the largest element of
+            each gradient comes to the host with the step's last update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from slidedp.executor.backend import Backend
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """A rank's part of a group's state on the device, flat FP32 of one length: its parts of the chunks, one after another."""
+    """FP32 master and moments on the device, flat, of one length."""
 
     master: Tensor
     exp_avg: Tensor
@@ -34,91 +35,112 @@ class DeviceState:
         return DeviceState(self.master[lo:hi], self.exp_avg[lo:hi], self.exp_avg_sq[lo:hi])
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceChunk:
+    """This rank's part of a chunk: elements ``[lo, hi)`` of the group's layout, and their state."""
+
+    group: str
+    lo: int
+    hi: int
+    state: DeviceState
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a chunk has of one parameter: ``[start, end)`` from the chunk's start, and its state."""
+
+    start: int
+    end: int
+    state: DeviceState
+
+
 class GpuAdam:
-    """Updates chunks of `states` (by group). Used by the update stream's thread alone.
+    """Updates `chunks`. Used by the update stream's thread alone.
 
     `adam`: step counts, learning rate, optimizer. `exact`: the arithmetic ``torch``. `workspace`: elements of the largest
-    part of a chunk, if gradients are not FP32 and have to be converted; else 0.
+    chunk, if gradients are not FP32 and have to be converted; else 0.
     """
 
-    def __init__(self, adam: CpuAdam, states: dict[str, DeviceState], params: dict[str, Sequence[str]], backend: Backend, *,
-                 exact: bool, workspace: int) -> None:
-        self._adam, self._states, self._backend, self._exact = adam, states, backend, exact
+    def __init__(self, adam: CpuAdam, chunks: Iterable[DeviceChunk], backend: Backend, *, exact: bool, workspace: int) -> None:
+        self._adam, self._backend, self._exact = adam, backend, exact
         self._workspace = backend.empty(workspace, torch.float32) if workspace else None
-        self._names = [(group, name) for group, names in params.items() for name in names]
-        self._first: dict[str, int] = {}
-        for i, (group, _) in enumerate(self._names):
-            self._first.setdefault(group, i)
-        self._bad = backend.empty(len(self._names), torch.bool).zero_()
-        self._index: dict[tuple[str, int], Tensor] = {}
+        self._chunks = {(c.group, c.lo): c for c in chunks}
+        self._parts: dict[tuple[str, int], dict[int, _Part]] = {}
+        self._norms_at: dict[tuple[str, int], slice] = {}
+        self._order: dict[tuple[str, int], None] = {}  # chunks as they were first updated: last layers first
+        num_norms = 0
+        for key, chunk in self._chunks.items():
+            _, index, starts, ends = adam.cut(chunk.group, chunk.lo, chunk.hi)
+            bounds = zip(index.tolist(), (starts - chunk.lo).tolist(), (ends - chunk.lo).tolist(), strict=True)
+            self._parts[key] = {i: _Part(a, b, chunk.state.cut(a, b)) for i, a, b in bounds}
+            self._norms_at[key] = slice(num_norms, num_norms + index.size)
+            num_norms += index.size
+        self._norms = backend.empty(num_norms, torch.float32).zero_()
         backend.fence_caller()
 
     @torch.no_grad()
-    def update(self, group: str, lo: int, hi: int, local: int, gradient: Tensor, weights: Tensor, step: int,
-               present: np.ndarray | None) -> None:
-        """AdamW on elements ``[lo, hi)`` of `group`, which start at `local` in the state, and their copy in `weights`.
+    def update(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: int, present: np.ndarray | None) -> None:
+        """AdamW on the chunk of `group` that starts at `lo`, from `gradient`; writes its copy in `weights` (both: its elements).
 
-        `gradient`, `weights`: these elements. `step`, `present`: see :meth:`CpuAdam.parts`. Raises NonFiniteGradient
-        (``torch``), or notes it for :meth:`nonfinite` (fused); nothing of the chunk is then updated.
+        `step`, `present`: see :meth:`CpuAdam.parts`. A gradient that is not finite raises NonFiniteGradient here (``torch``) or
+        in :meth:`require_finite` (fused); nothing of the chunk is updated then.
         """
-        g, index, starts, ends = self._adam.parts(group, lo, hi, step, present)
+        chunk = self._chunks[group, lo]
+        g, index, _, _ = self._adam.parts(group, lo, chunk.hi, step, present)
         if index.size == 0:
             return
-        state = self._states[group].cut(local, local + hi - lo)
-        ranges = list(zip(index.tolist(), (starts - lo).tolist(), (ends - lo).tolist(), strict=True))
-        if self._exact:
-            self._as_torch(group, g, ranges, state, gradient, step)
-        else:
-            self._fused(group, g, ranges, state, gradient, step, lo)
-        weights.copy_(state.master)
+        self._order.setdefault((group, lo))
+        (self._as_torch if self._exact else self._fused)(chunk, g, index, gradient, step)
+        weights.copy_(chunk.state.master)
 
-    def _as_torch(self, group: str, g: _GroupSteps, ranges: list[tuple[int, int, int]], state: DeviceState, gradient: Tensor,
-                  step: int) -> None:
-        for i, a, b in ranges:
-            if not torch.isfinite(gradient[a:b]).all():
-                raise NonFiniteGradient(group, g.params[i].name, step)
+    def _as_torch(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int) -> None:
+        parts = self._parts[chunk.group, chunk.lo]
+        for i in index.tolist():
+            if not torch.isfinite(gradient[parts[i].start : parts[i].end]).all():
+                raise NonFiniteGradient(chunk.group, g.params[i].name, step)
         opt = self._adam.optimizer
-        for i, a, b in ranges:
-            part = state.cut(a, b)
-            adamw_as_torch(part.master, gradient[a:b].float(), part.exp_avg, part.exp_avg_sq, int(g.counts[i]),
-                           self._adam.lr(step), opt, opt.weight_decay if g.decay[i] else 0.0)
+        for i in index.tolist():
+            part, state = gradient[parts[i].start : parts[i].end].float(), parts[i].state
+            adamw_as_torch(state.master, part, state.exp_avg, state.exp_avg_sq, int(g.counts[i]), self._adam.lr(step), opt,
+                           opt.weight_decay if g.decay[i] else 0.0)
 
-    def _fused(self, group: str, g: _GroupSteps, ranges: list[tuple[int, int, int]], state: DeviceState, gradient: Tensor,
-               step: int, lo: int) -> None:
+    def _fused(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int) -> None:
         if gradient.dtype is not torch.float32:
             assert self._workspace is not None
             gradient = self._workspace[: gradient.numel()].copy_(gradient)
-        found = self._note_nonfinite(group, g, gradient, lo)
-        opt, kinds = self._adam.optimizer, {(bool(g.decay[i]), int(g.counts[i])) for i, _, _ in ranges}
-        for decay, count in sorted(kinds):
-            alike = [(a, b) for i, a, b in ranges if (bool(g.decay[i]), int(g.counts[i])) == (decay, count)]
+        parts, opt = self._parts[chunk.group, chunk.lo], self._adam.optimizer
+        # All of them, so that a norm has its place: without a gradient it is zero.
+        grads = {i: gradient[p.start : p.end] for i, p in parts.items()}
+        norms = self._norms[self._norms_at[chunk.group, chunk.lo]]
+        torch.stack(torch._foreach_norm(list(grads.values()), math.inf), out=norms)
+        skip = torch.isfinite(norms).all().logical_not().float()
+        for decay, count, alike in _alike(g, index):
             steps = torch.full((len(alike),), float(count), dtype=torch.float32, device=gradient.device).unbind()
-            cut: Callable[[Tensor], list[Tensor]] = lambda flat, alike=alike: [flat[a:b] for a, b in alike]  # noqa: E731
+            states = [parts[i].state for i in alike]
             torch._fused_adamw_(
-                cut(state.master), cut(gradient), cut(state.exp_avg), cut(state.exp_avg_sq), [], list(steps),
-                lr=self._adam.lr(step), beta1=opt.betas[0], beta2=opt.betas[1], eps=opt.eps,
-                weight_decay=opt.weight_decay if decay else 0.0, amsgrad=False, maximize=False, found_inf=found)
+                [s.master for s in states], [grads[i] for i in alike], [s.exp_avg for s in states],
+                [s.exp_avg_sq for s in states], [], list(steps), lr=self._adam.lr(step), beta1=opt.betas[0],
+                beta2=opt.betas[1], eps=opt.eps, weight_decay=opt.weight_decay if decay else 0.0, amsgrad=False,
+                maximize=False, found_inf=skip)
 
-    def _note_nonfinite(self, group: str, g: _GroupSteps, gradient: Tensor, lo: int) -> Tensor:
-        """1.0 if a gradient of the chunk is not finite, else 0.0, on the device; which parameters', into the flags.
+    def norms(self) -> Tensor:
+        """Largest magnitudes of the gradients of the step so far: on the host once the op that calls this is done."""
+        return self._backend.to_host(self._norms)
 
-        All of the chunk's parameters are looked at: without a gradient it is zero, and so the flags' places never change.
-        """
-        params, starts, ends = g.cut(lo, lo + gradient.numel())
-        parts = [gradient[a - lo : b - lo] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-        bad = ~torch.isfinite(torch.stack(torch._foreach_norm(parts, float("inf"))))
-        if (group, lo) not in self._index:
-            self._index[group, lo] = torch.from_numpy(params + self._first[group]).to(gradient.device)
-        index = self._index[group, lo]
-        self._bad[index] = self._bad[index] | bad
-        return bad.any().float()
+    def require_finite(self, norms: Tensor, step: int) -> None:
+        """NonFiniteGradient, naming the first parameter that had a norm (of :meth:`norms`) that is not finite."""
+        if torch.isfinite(norms).all():
+            return
+        for group, lo in list(self._order):
+            g, index, _, _ = self._adam.cut(group, lo, self._chunks[group, lo].hi)
+            for i, norm in zip(index, norms[self._norms_at[group, lo]].tolist(), strict=True):
+                if not math.isfinite(norm):
+                    raise NonFiniteGradient(group, g.params[i].name, step)
 
-    def flags(self) -> Tensor:
-        """Which parameters have had a gradient that was not finite: on the host once the op that calls this is done."""
-        return self._backend.to_host(self._bad)
 
-    def require_finite(self, flags: Tensor, step: int) -> None:
-        """NonFiniteGradient, naming the first parameter that `flags` (of :meth:`flags`) names."""
-        for (group, name), bad in zip(self._names, flags.tolist(), strict=True):
-            if bad:
-                raise NonFiniteGradient(group, name, step)
+def _alike(g: _GroupSteps, index: np.ndarray) -> Iterator[tuple[bool, int, list[int]]]:
+    """Parameters by (whether weight decays, step count): nearly always two kinds."""
+    for decay in (True, False):
+        some = index[g.decay[index] == decay]
+        for count in np.unique(g.counts[some]):
+            yield decay, int(count), some[g.counts[some] == count].tolist()

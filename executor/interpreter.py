@@ -274,9 +274,9 @@ class Interpreter:
                 return  # as in `cpu_update`; the stream's thread waits for the loss, the GPU's goes on
             if reduced is not None:
                 step.tickets[reduced].wait_done()
-            update(group, lo, hi, source, weights, step)
+            update(group, lo, source, weights, step)
             step.count("gpu_update", hi - lo)
             if last and self.machine.resident:
-                step.nonfinite = self.machine.resident.adam.flags()
+                step.grad_norms = self.machine.resident.adam.norms()
 
         return task

@@ -196,11 +196,11 @@ class Machine:
         """Where the step's updates go; None if they must run as Python functions."""
         return StepUpdates(self, step) if step.training and self.streams.updates.takes_updates else None
 
-    def update_resident(self, group: str, lo: int, hi: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
+    def update_resident(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
         """The same in HBM, issued to the device."""
         assert self.resident is not None
         with noting(step, group):
-            self.resident.update(group, lo, hi, gradient, weights, step.number, self.present(group, step))
+            self.resident.adam.update(group, lo, gradient, weights, step.number, self.present(group, step))
 
     def present(self, group: str, step: Step) -> np.ndarray:
         """Which of the group's trainable parameters have had a gradient on any rank."""
@@ -287,9 +287,9 @@ class Machine:
                 last = left == 0
             if last:
                 step.release()
-                if step.nonfinite is not None and self.resident:
+                if step.grad_norms is not None and self.resident:
                     with step.says_what_moved():
-                        self.resident.adam.require_finite(step.nonfinite, step.number)
+                        self.resident.adam.require_finite(step.grad_norms, step.number)
                 if self.streams.error is None:
                     self.words.publish(DRAINED, step.turn)
 
@@ -390,6 +390,7 @@ class Machine:
             self.closed = True
             if self.resident:
                 self.resident.close(rescue=not healthy)
+                self.resident = None
             self.binding.restore()
             self.backend.close()
             if healthy:

@@ -1,7 +1,7 @@
 """Optimizer state that lives in HBM: this rank's part of it, updated there, and copied from and to the host's masters.
 
     upload()    the host's masters -> this rank's part of the state, and the weights (all of each group)
-    update()    one chunk of this rank's part, by gpu_adam.py
+    adam        updates one chunk of this rank's part at a time (gpu_adam.py)
     show()      every rank's part -> the host's masters, which the user's parameters are views of
 
 The host keeps the masters' memory, for `plan.model` and for whoever saves it, but they are current only after `show`, until the
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from slidedp.compiler.residency import resident_groups
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend
 from slidedp.executor.buffers import Buffers
-from slidedp.executor.gpu_adam import DeviceState, GpuAdam
+from slidedp.executor.gpu_adam import DeviceChunk, DeviceState, GpuAdam
 from slidedp.executor.host_state import HostState
 
 if TYPE_CHECKING:
@@ -65,12 +65,9 @@ class ResidentState:
         self.groups = {g.name: g for g in resident_groups(layers, decisions)}
         self._host, self._backend, self._words, self._on_failure = host, backend, words, on_failure
         self._weights = {name: buffers[f"held.{name}"] for name in self.groups}
-        self._num_chunks = {name: decisions.of(name).return_chunks for name in self.groups}
-        trained = [name for name, g in self.groups.items() if g.trainable]
-        self._states = {name: DeviceState(*buffers[f"state.{name}"].view(3, -1)) for name in trained}
-        params = {name: [p.name for p in g.params if p.trainable] for name, g in self.groups.items()}
+        self._chunks = {name: self._chunks_of(g, decisions.of(name).return_chunks, buffers) for name, g in self.groups.items()}
         workspace = 0 if layers.grad_dtype == "float32" else largest_update(layers, decisions)
-        self.adam = GpuAdam(adam, self._states, params, backend, exact=exact, workspace=workspace)
+        self.adam = GpuAdam(adam, chain(*self._chunks.values()), backend, exact=exact, workspace=workspace)
         self.newest = 0
         """Turn of the last step that updates: what the masters have to be shown of."""
         self._shown = 0
@@ -81,21 +78,15 @@ class ResidentState:
             self._thread = threading.Thread(target=self._answer, name="slidedp-resident", daemon=True)
             self._thread.start()
 
-    # ---- updates ----
-
-    def update(self, group: str, lo: int, hi: int, gradient: Tensor, weights: Tensor, step: int,
-               present: np.ndarray | None) -> None:
-        """AdamW on this rank's part ``[lo, hi)`` of a chunk. Raises as :meth:`GpuAdam.update`."""
-        local = (lo - self._host.rank * (hi - lo)) // self._host.world_size  # where its chunk starts, of all that ranks share
-        self.adam.update(group, lo, hi, local, gradient, weights, step, present)
+    def _chunks_of(self, group: Group, num_chunks: int, buffers: Buffers) -> list[DeviceChunk]:
+        """This rank's parts of the group's chunks. They lie one after another in the state, as the chunks do in the group."""
+        if not group.trainable:
+            return []
+        world, state = self._host.world_size, DeviceState(*buffers[f"state.{group.name}"].view(3, -1))
+        return [DeviceChunk(group.name, *shard(lo, hi, self._host.rank, world), state.cut(lo // world, hi // world))
+                for lo, hi in cut_chunks(group.num_trainable, num_chunks, world)]
 
     # ---- copies ----
-
-    def _parts(self, group: Group) -> Iterator[tuple[slice, slice]]:
-        """This rank's parts of the group's chunks: where in the group's layout, and where in the state."""
-        world = self._host.world_size
-        for lo, hi in cut_chunks(group.num_trainable, self._num_chunks[group.name], world):
-            yield slice(*shard(lo, hi, self._host.rank, world)), slice(lo // world, hi // world)
 
     @torch.no_grad()
     def upload(self) -> None:
@@ -106,33 +97,32 @@ class ResidentState:
                 piece = torch.empty(min(_PIECE, group.numel - lo), dtype=torch.float32, device=weights.device)
                 self._backend.copy(piece, master[lo : lo + piece.numel()])
                 weights[lo : lo + piece.numel()].copy_(piece)
-            for on_host, here in self._parts(group):
-                self._backend.copy(self._states[name].master[here], master[on_host])
+            for c in self._chunks[name]:
+                self._backend.copy(c.state.master, master[c.lo : c.hi])
         self._backend.fence_caller()
         self._uploaded = True
 
     @torch.no_grad()
     def write_back(self) -> None:
         """This rank's part of the masters, to the host."""
-        for name, group in self.groups.items():
-            for on_host, here in self._parts(group):
-                self._backend.copy(self._host.master[name][on_host], self._states[name].master[here])
+        for c in chain(*self._chunks.values()):
+            self._backend.copy(self._host.master[c.group][c.lo : c.hi], c.state.master)
         self._backend.fence_caller()
 
     @torch.no_grad()
     def read_moments(self, group: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Copies this rank's part of the moments into flat FP32 host tensors in the host's layout, ``[num_trainable]``."""
-        for on_host, here in self._parts(self.groups[group]):
-            self._backend.copy(exp_avg[on_host], self._states[group].exp_avg[here])
-            self._backend.copy(exp_avg_sq[on_host], self._states[group].exp_avg_sq[here])
+        for c in self._chunks[group]:
+            self._backend.copy(exp_avg[c.lo : c.hi], c.state.exp_avg)
+            self._backend.copy(exp_avg_sq[c.lo : c.hi], c.state.exp_avg_sq)
         self._backend.fence_caller()
 
     @torch.no_grad()
     def write_moments(self, group: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """The reverse of :meth:`read_moments`."""
-        for on_host, here in self._parts(self.groups[group]):
-            self._backend.copy(self._states[group].exp_avg[here], exp_avg[on_host])
-            self._backend.copy(self._states[group].exp_avg_sq[here], exp_avg_sq[on_host])
+        for c in self._chunks[group]:
+            self._backend.copy(c.state.exp_avg, exp_avg[c.lo : c.hi])
+            self._backend.copy(c.state.exp_avg_sq, exp_avg_sq[c.lo : c.hi])
         self._backend.fence_caller()
 
     # ---- the host's masters, current ----

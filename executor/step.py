@@ -47,8 +47,8 @@ class Step:
     epilogue: Ticket = None  # type: ignore[assignment]  # once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
-    nonfinite: torch.Tensor | None = None
-    """Which parameters in HBM had a gradient that was not finite; to be read once the step's last update is done."""
+    grad_norms: torch.Tensor | None = None
+    """Largest gradient elements of parameters whose state is in HBM; to be read once the step's last update is done."""
     _loss: torch.Tensor | None = None
     _global_loss: float | None = None
 

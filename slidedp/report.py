@@ -5,12 +5,16 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields
 
 from slidedp.compiler.costrecord import CostRecord
+from slidedp.compiler.decisions import GroupDecision, Residence, StateHome
+from slidedp.compiler.layergraph import Group
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
 from slidedp.compiler.policy import PLAN_KEYS
+from slidedp.compiler.residency import is_resident
 from slidedp.compiler.runlength import runs
 from slidedp.compiler.tablecosts import MEASURED_TABLE
 from slidedp.compiler.units import format_bytes
@@ -21,6 +25,9 @@ WIDTH = 80
 """Columns of a summary. `HEADINGS` follow the fields of a GroupDecision: whence and how weights come, and gradients go."""
 
 HEADINGS = ("delivery", "source", "chunks", "reduction", "chunks", "activations")
+
+RESIDENCE = {"weights": Residence.STREAM, "state": StateHome.HOST}
+"""Further columns, there if anything in them differs from this."""
 
 BOUND_BY = {
     Stream.GPU: "compute", Stream.H2D: "copies to the device", Stream.D2H: "copies from the device", Stream.COMM: "collectives",
@@ -123,13 +130,24 @@ def stage_table(plan: PlanFile) -> str:
 
 def decision_table(plan: PlanFile) -> Iterator[str]:
     """A line for each run of groups with the same decision."""
-    rows = [(name, (d.delivery, d.source, d.delivery_chunks, d.reduction, d.return_chunks, d.act))
-            for name, d in plan.decisions.groups.items()]
-    table = [("", *HEADINGS), *((name, *map(str, row)) for name, row in runs(rows))]
+    decisions, groups = plan.decisions.groups, plan.layers.group_by_name
+    rows = [(name, describe_decision(groups[name], d)) for name, d in decisions.items()]
+    away = [key for key, default in RESIDENCE.items() if any(row[key] not in (default, "-") for _, row in rows)]
+    rows = [(name, tuple(v for key, v in row.items() if key not in RESIDENCE or key in away)) for name, row in rows]
+    headings = (*HEADINGS, *away)
+    table = [("", *headings), *((name, *map(str, row)) for name, row in runs(rows))]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     for row in table:
-        yield "  " + "  ".join(f"{cell:>{w}}" if HEADINGS[i - 1] == "chunks" and i else f"{cell:<{w}}"
+        yield "  " + "  ".join(f"{cell:>{w}}" if headings[i - 1] == "chunks" and i else f"{cell:<{w}}"
                                for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip()  # fmt: skip
+
+
+def describe_decision(group: Group, d: GroupDecision) -> dict[str, object]:
+    """Cells of a row, by field. What is resident neither comes nor goes."""
+    cells = {f.name: getattr(d, f.name) for f in fields(d)}
+    if is_resident(group, d):
+        cells |= dict.fromkeys(("delivery", "source", "delivery_chunks", "reduction", "weights"), "-")
+    return cells
 
 
 def shared_groups(plan: PlanFile) -> Iterator[str]:

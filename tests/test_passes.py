@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source, StateHome
+from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Residence, Route, Source, StateHome
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
+from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpGraph, OpKind, Stream
 from slidedp.compiler.text import parse_graph, print_graph
 from slidedp.passes.pipeline import PIPELINE, lower
@@ -87,6 +88,65 @@ def test_every_edge_is_needed(world, route):
         mutant = graph.with_(edges=tuple(e for e in graph.edges if e is not edge))
         violations = check(mutant)
         assert violations, f"{edge} is not needed"
+
+
+HBM, HOLD = dict(state=StateHome.HBM), dict(weights=Residence.HOLD)
+RESIDENCE = {  # by group; the rest as the route says
+    "all": dict.fromkeys(("shared0", "L00", "L01", "L02", "epilogue"), HBM),
+    "tied": {"shared0": HBM, "L01": HOLD},
+    "first": {"L00": HBM, "L01": HBM, "L02": HOLD},
+    "held": dict.fromkeys(("L00", "L01", "L02"), HOLD),
+}
+
+
+def residence(world, where, route, window=2):
+    layers = tiny(3, world, layer=64 * 12 * 7, frozen=64 * 12)
+    decisions = uniform(layers, window=window, **route)
+    groups = {name: replace(d, **RESIDENCE[where].get(name, {})) for name, d in decisions.groups.items()}
+    return layers, replace(decisions, groups=groups)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("where", RESIDENCE)
+def test_residence_with_every_route(world, where):
+    """Sound, in training and evaluation; nothing of resident groups is delivered, returned or updated on the host."""
+    for route, window in product(ROUTES[::2], (1, 2)):
+        layers, decisions = residence(world, where, route, window)
+        graph = lower(layers, decisions)
+        assert parse_graph(print_graph(graph)) == graph
+        evaluation = lower(layers, decisions, training=False)
+        assert not [slot for slot in evaluation.slots if slot not in graph.slots and slot.name != "stage"]
+        slots = sum(slot.count * slot.bytes for slot in graph.slots if slot.memory == "hbm")
+        rows = estimate_memory(layers, decisions).hbm
+        others = ("boundary activations", "largest stage's activations", "update workspace")
+        assert slots == sum(size for use, size in rows.items() if use not in others)
+        for g in layers.groups:
+            kinds = {op.kind for op in graph if op.layer == g.name}
+            resident = decisions.of(g.name).state is StateHome.HBM
+            assert (OpKind.CPU_UPDATE in kinds) is not resident
+            updated = sum(op.bytes for op in graph if op.kind is OpKind.GPU_UPDATE and op.layer == g.name)
+            assert updated == (g.num_trainable * 28 // world if resident else 0)
+            assert not resident or not kinds & {OpKind.H2D, OpKind.D2H, OpKind.HOST_CAST, OpKind.HOST_REDUCE}
+
+
+RESIDENT_CASES = [(1, "all", 4), (1, "tied", 10), (2, "all", 1), (2, "first", 13), (3, "tied", 22), (2, "held", 19)]
+
+
+@pytest.mark.parametrize(("world", "where", "route"), RESIDENT_CASES)
+def test_every_edge_is_needed_with_residence(world, where, route):
+    graph = lower(*residence(world, where, ROUTES[route]))
+    for edge in graph.edges:
+        assert check(graph.with_(edges=tuple(e for e in graph.edges if e is not edge))), f"{edge} is not needed"
+
+
+def test_a_shard_that_no_rank_sends_is_missed():
+    """Without one of its all-gathers, a resident layer would be run with other ranks' weights of a step earlier."""
+    graph = lower(*residence(2, "all", ROUTES[1]))
+    gather = next(op for op in graph if op.name.startswith("all_gather.resident.L01"))
+    ops = tuple(op for op in graph.ops if op is not gather)
+    edges = tuple(e for e in graph.edges if gather.name not in (e.src, e.dst))
+    messages = [v.message for v in check(graph.with_(ops=ops, edges=edges)) if v.rule == "covered"]
+    assert any("fwd.L01 reads W.resident.L01@0" in message for message in messages)
 
 
 def test_mutation_names_both_ops():

@@ -24,6 +24,7 @@ from slidedp.compiler.runlength import expand, runs
 from slidedp.compiler.simulate import simulate
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
+from slidedp.report import summary
 
 pytestmark = pytest.mark.null
 
@@ -58,7 +59,7 @@ def edited(tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Pat
 
 @pytest.mark.parametrize("layers", [stack(3), stack(12, world_size=4, frozen=(0, 1, 7)), stack(101, dtype="float32")])
 def test_round_trip(layers: LayerGraph, tmp_path: Path) -> None:
-    plan = make_plan(layers, policy={"layers": {"L01": {"source": "cast"}}})
+    plan = make_plan(layers, policy={"layers": {"L01": {"source": "cast"}, "L00": {"state": "hbm"}, "L02": {"weights": "hold"}}})
     plan.dump(tmp_path / "plan.yaml")
     loaded = PlanFile.load(tmp_path / "plan.yaml")
     assert loaded == plan
@@ -79,6 +80,19 @@ def test_it_is_small_and_readable() -> None:
                                                "reduction": "gpu", "return_chunks": 6, "act": "recompute"}  # fmt: skip
     assert [row["name"] for row in content["model"]["stages"]] == ["prologue", "L00-L35", "epilogue"]
     assert content["model"]["groups"][1] == {"name": "L00-L35", "numel": 100930560, "num_trainable": 100930560, "uses": ["self"]}
+
+
+def test_residence_is_shown_and_written_only_where_it_differs() -> None:
+    plain = make_plan(stack(4))
+    assert not {"weights", "state"} & set(yaml.safe_load(plain.to_yaml())["decisions"]["L00-L03"])
+    assert "state" not in summary(plain)
+    pinned = make_plan(stack(4), policy={"layers": {"L00-L01": {"state": "hbm"}, "L02": {"weights": "hold"}}})
+    rows = {line.split()[0]: line.split()[1:] for line in summary(pinned).splitlines() if line.startswith("  ")}
+    assert rows["L00-L01"] == ["-", "-", "-", "-", "1", "recompute", "-", "hbm"]
+    assert rows["L02"][-2:] == ["hold", "host"]
+    assert rows["L03"][-2:] == ["stream", "host"]
+    changes = {c.where: (str(c.before), str(c.after)) for c in diff(plain, pinned).changes if c.section == "decisions"}
+    assert changes == {"L00-L01.state": ("host", "hbm"), "L02.weights": ("stream", "hold")}
 
 
 def test_shared_groups_survive(tmp_path: Path) -> None:

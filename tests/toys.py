@@ -45,11 +45,17 @@ class Toy:
 
     def __init__(self, world: int, source: str, delivery: str, reduction: str, chunks: int = 2, returns: int = 3) -> None:
         self.world, self.source, self.reduction, self.chunks, self.returns = world, source, reduction, chunks, returns
+        self.resident = source == "resident"
         self.sharded = delivery == "sharded" and world > 1
         self.b = GraphBuilder(world)
         self.staged = self.reduced = 0
 
+    def weights(self, use: str, group: str, place: str) -> str:
+        return f"W.resident.{group}@0:held.{group}" if self.resident else f"W.{use}.{group}:{place}"
+
     def deliver(self, tag: str, place: str) -> None:
+        if self.resident:
+            return
         group, scope = tag.rpartition(".")[2], "r" if self.sharded else "*"
         for c in range(self.chunks):
             source = f"S.{group}@0[c{c}/{self.chunks},{scope}]"
@@ -77,9 +83,18 @@ class Toy:
                     self.reduced += 1
                     self.b.op(f"reduce.{group}.c{c}", f"{whole} -> {shard}")
                     whole = shard
+                if self.resident:
+                    self.update_there(group, c, chunk, whole)
+                    continue
                 self.b.op(f"d2h.{group}.c{c}", f"{whole} -> {home}")
             shadow = f", S.{group}@1[{chunk},r]" if self.source == "shadow" else ""
             self.b.op(f"cpu_update.{group}.c{c}", f"{home}, P.{group}@0[{chunk},r] -> P.{group}@1[{chunk},r]{shadow}")
+
+    def update_there(self, group: str, c: int, chunk: str, gradient: str) -> None:
+        state, part = f"P.{group}@%d[{chunk},r]:state.{group}", f"W.resident.{group}@1[{chunk},%s]:held.{group}"
+        self.b.op(f"gpu_update.{group}.c{c}", f"{gradient}, {state % 0} -> {state % 1}, {part % 'r'}")
+        if self.world > 1:
+            self.b.op(f"all_gather.resident.{group}.c{c}", f"{part % 'r'} -> {part % 'o'}")
 
     def build(self, layers: int = 3) -> OpGraph:
         b, unit = self.b, UNIT * self.world
@@ -88,19 +103,25 @@ class Toy:
             b.group(f"L{i}", 4 * unit, 3 * unit if i == 1 else None)  # the last quarter of L1 is frozen
         b.slot("w", 2, 4 * unit).slot("g", 2, 4 * unit).slot("held.tied", 1, 4 * unit).slot("gheld.tied", 1, 4 * unit)
         b.slot("stage", 3, 4 * unit, "pinned").slot("red", 2, 4 * unit)
+        for group in ("tied", *(f"L{i}" for i in range(layers))) if self.resident else ():
+            b.slot(f"state.{group}", 1, 12 * unit)
+            if group != "tied":
+                b.slot(f"held.{group}", 1, 4 * unit)
+        tied = self.weights("step", "tied", "held.tied")
         self.deliver("step.tied", "held.tied")
-        b.op("prologue", "batch, W.step.tied:held.tied -> h.L0, const")
+        b.op("prologue", f"batch, {tied} -> h.L0, const")
         for i in range(layers):
             self.deliver(f"fwd.L{i}", f"w[{i % 2}]")
-            b.op(f"fwd.L{i}", f"h.L{i}, const, W.fwd.L{i}:w[{i % 2}] -> h.L{i + 1}")
-        b.op("epilogue", f"h.L{layers}, W.step.tied:held.tied -> loss, d.L{layers}, G.tied@1:gheld.tied")
+            b.op(f"fwd.L{i}", f"h.L{i}, const, {self.weights('fwd', f'L{i}', f'w[{i % 2}]')} -> h.L{i + 1}")
+        b.op("epilogue", f"h.L{layers}, {tied} -> loss, d.L{layers}, G.tied@1:gheld.tied")
         for i in reversed(range(layers)):
             use = "fwd" if i >= layers - 2 else "bwd"  # the window still holds the last two
             if use == "bwd":
                 self.deliver(f"bwd.L{i}", f"w[{i % 2}]")
-            b.op(f"bwd.L{i}", f"h.L{i}, const, d.L{i + 1}, W.{use}.L{i}:w[{i % 2}] -> d.L{i}, G.L{i}@1:g[{i % 2}]")
+            read = self.weights(use, f"L{i}", f"w[{i % 2}]")
+            b.op(f"bwd.L{i}", f"h.L{i}, const, d.L{i + 1}, {read} -> d.L{i}, G.L{i}@1:g[{i % 2}]")
             self.take_home(f"G.L{i}@1", f"g[{i % 2}]")
-        b.op("bwd.prologue", "d.L0, W.step.tied:held.tied, G.tied@1:gheld.tied -> G.tied@2:gheld.tied")
+        b.op("bwd.prologue", f"d.L0, {tied}, G.tied@1:gheld.tied -> G.tied@2:gheld.tied")
         self.take_home("G.tied@2", "gheld.tied")
         return b.build()
 
@@ -112,6 +133,8 @@ DATAPATHS = [
     (2, "cast", "replicated", "cpu"),
     (2, "shadow", "sharded", "cpu"),
     (2, "shadow", "replicated", "gpu"),
+    (1, "resident", "", "gpu"),
+    (2, "resident", "", "gpu"),
 ]
 
 
