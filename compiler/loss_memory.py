@@ -20,10 +20,12 @@ from slidedp.compiler.metering import LiveBytes
 MEASURED_CHUNKS = (2, 8, 64, 512)
 
 
-def measure_head(graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], params: Sequence[str]) -> LossHead | None:
-    """The epilogue's `graph` with a `model` and `inputs` on meta; `params`: names of those it reads.
+def measure_head(
+    graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], params: Sequence[str], device: torch.device
+) -> LossHead | None:
+    """The epilogue's `graph` with a `model` and `inputs` on meta, as it would run on `device`; `params`: names of those it reads.
 
-    None if it cannot run there.
+    None if it cannot run on meta.
     """
     head = find_head(graph, model)
     weights = [operator.attrgetter(name)(model) for name in params]
@@ -32,7 +34,7 @@ def measure_head(graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], pa
         if not isinstance(head, Head):
             return LossHead(0, 0, ((1, whole),), head)
         counts = [n for n in MEASURED_CHUNKS if n <= head.rows]
-        peaks = [(n, _peak_bytes(cut_head(graph, head, n), model, inputs, weights)) for n in counts]
+        peaks = [(n, _peak_bytes(cut_head(graph, head, n, device), model, inputs, weights)) for n in counts]
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # whatever a module does on meta
         return None
     return LossHead(head.rows, head.vocab, ((1, whole), *peaks))

@@ -149,7 +149,7 @@ class Planner:
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
         decisions = replace(decisions, head_chunks=draft.decisions.head_chunks)  # each rank's own: its batch may be longer
-        traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks)
+        traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks, self.settings.device)
         spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
