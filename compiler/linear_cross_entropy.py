@@ -44,7 +44,7 @@ class LinearCrossEntropy:
         tensors = (hidden, weight, bias, *extras)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _Differentiable.apply(self, target, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-        losses = (self.loss(F.linear(hidden[rows], weight, bias), target[rows], extras) for rows in self.chunks(hidden))
+        losses = (self.forward(hidden[rows], weight, bias, target[rows], extras) for rows in self.chunks(hidden))
         return self.total(losses, self.count(target))
 
     def chunks(self, hidden: Tensor) -> Iterator[slice]:
@@ -65,6 +65,14 @@ class LinearCrossEntropy:
         for loss in losses:
             total = total + loss
         return (total if count is None else total / count).to(first.dtype)
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, extras: Sequence[Tensor]
+    ) -> Tensor:
+        """The loss of one chunk, summed."""
+        if self.plain:
+            return F.nll_loss(log_softmax(hidden, weight, bias), target, reduction="sum", ignore_index=self.ignore_index)
+        return self.loss(F.linear(hidden, weight, bias), target, extras)
 
     def loss(self, logits: Tensor, target: Tensor, extras: Sequence[Tensor]) -> Tensor:
         return F.cross_entropy(self.row_fn(logits, *extras), target, reduction="sum", ignore_index=self.ignore_index,
@@ -95,13 +103,18 @@ class LinearCrossEntropy:
         if self.fused:
             logits = F.linear(hidden, weight, bias)
             return liger.cross_entropy_(logits, target, self.ignore_index).sum(), logits
-        log_p = F.log_softmax(F.linear(hidden, weight, bias).float(), dim=1)
+        log_p = log_softmax(hidden, weight, bias)
         loss = F.nll_loss(log_p, target, reduction="sum", ignore_index=self.ignore_index)
         valid = target != self.ignore_index
         of_row = torch.where(valid, scale, torch.zeros_like(scale)).unsqueeze(1)
         grad = log_p.exp_().mul_(of_row)
         grad.scatter_add_(1, torch.where(valid, target, torch.zeros_like(target)).long().unsqueeze(1), -of_row)
         return loss, grad.to(hidden.dtype)
+
+
+def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of plain logits, in FP32; written so that never more than two copies of them live."""
+    return F.log_softmax(F.linear(hidden, weight, bias).float(), dim=1)
 
 
 class _Differentiable(torch.autograd.Function):
