@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from slidedp.compiler import liger
 from slidedp.compiler.linear_cross_entropy import LinearCrossEntropy
 
 _SAME_VALUES = frozenset({"contiguous", "clone"})
@@ -166,15 +167,15 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta.get("shape", ())) if isinstance(node, fx.Node) else ()
 
 
-def cut_head(graph: fx.Graph, head: Head, num_chunks: int) -> fx.Graph:
-    """A copy of `graph` whose `head` makes the logits in at most `num_chunks` chunks of rows."""
+def cut_head(graph: fx.Graph, head: Head, num_chunks: int, device: torch.device) -> fx.Graph:
+    """A copy of `graph` whose `head` makes the logits in at most `num_chunks` chunks of rows, for runs on `device`."""
     out = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for n in graph.nodes:
         if n is head.linear or n in head.steps:
             continue
         if n is head.loss:
-            copies[n] = _chunked_loss(out, head, num_chunks, copies)
+            copies[n] = _chunked_loss(out, head, _spec(head, num_chunks, liger.available(device)), copies)
         else:
             copies[n] = out.node_copy(n, copies.__getitem__)  # the output too
         copies[n].meta = n.meta
@@ -182,7 +183,7 @@ def cut_head(graph: fx.Graph, head: Head, num_chunks: int) -> fx.Graph:
     return out
 
 
-def _chunked_loss(out: fx.Graph, head: Head, num_chunks: int, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+def _chunked_loss(out: fx.Graph, head: Head, spec: LinearCrossEntropy, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     hidden, weight, bias = _operands(out, head, copies)
     width = _shape(head.linear.args[0] if head.linear.args else head.linear.kwargs["input"])[-1]
     for step in head.steps:
@@ -191,7 +192,6 @@ def _chunked_loss(out: fx.Graph, head: Head, num_chunks: int, copies: dict[fx.No
         elif _name(step) in ("__getitem__", "getitem"):
             hidden = out.call_function(operator.getitem, (hidden, step.args[1]))
     extras = [copies[n] for n in head.extras]
-    spec = _spec(head, num_chunks)
 
     def chunked_linear_cross_entropy(*args: Any) -> Tensor:
         return spec(*args)
@@ -212,7 +212,7 @@ def _operands(out: fx.Graph, head: Head, copies: dict[fx.Node, fx.Node]) -> tupl
     return hidden, out.call_method("t", (copies[linear.args[1]],)), None  # type: ignore[index]
 
 
-def _spec(head: Head, num_chunks: int) -> LinearCrossEntropy:
+def _spec(head: Head, num_chunks: int, fused: bool) -> LinearCrossEntropy:
     """What is done to each chunk: the elementwise steps as a graph module of their own."""
     graph = fx.Graph()
     node = graph.placeholder("logits")
@@ -227,5 +227,5 @@ def _spec(head: Head, num_chunks: int) -> LinearCrossEntropy:
     plain = makes_fp32 and all(_name(s) in _CASTS and s.meta["dtype"] is torch.float32 for s in steps)
     return LinearCrossEntropy(
         num_chunks, fx.GraphModule({}, graph, class_name="row_fn"), plain=plain and not a["label_smoothing"],
-        is_mean=a["reduction"] == "mean", ignore_index=a["ignore_index"], label_smoothing=a["label_smoothing"],
+        is_mean=a["reduction"] == "mean", ignore_index=a["ignore_index"], label_smoothing=a["label_smoothing"], fused=fused,
     )  # fmt: skip

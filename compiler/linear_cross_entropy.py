@@ -1,12 +1,12 @@
 """Head and loss in token chunks: the logits of one chunk at a time, their gradients at once, then the next chunk.
 
 The head is linear and the loss a sum over tokens, so that the loss's own gradient only scales the others. Both are computed
-in one pass, as Liger's fused linear cross-entropy does, but no value ever goes to the host: Liger 0.8.5 counts the valid
-tokens with ``.item()`` and compares the incoming gradient with ``torch.equal``, and each would stop the thread that feeds the
-GPU until the whole forward has run.
+in one pass, as Liger's fused linear cross-entropy does, but no value ever goes to the host (compiler/liger.py says where
+Liger's does, and what of it is used).
 
 The weight's gradient is summed over chunks in FP32, where unchunked BF16 rounds one sum once. That of the hidden states is
-rounded once, as unchunked, and once more if the loss's gradient is no power of two (several ranks with unequal counts).
+rounded once, as unchunked, and once more if what it is scaled by afterwards is no power of two: the loss's gradient (several
+ranks with unequal counts), and with Liger's kernel one over the number of tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slidedp.compiler import liger
 from slidedp.compiler.layergraph import chunk_rows
 
 
@@ -27,6 +28,7 @@ class LinearCrossEntropy:
     """``F.cross_entropy(row_fn(F.linear(hidden, weight, bias), *extras), target)`` in at most `num_chunks` chunks of rows.
 
     `row_fn`: what is done to the logits ``[rows, vocab]``, each row by itself; `plain`: it makes them FP32, nothing else.
+    `fused`: plain logits go through Liger's kernel.
     """
 
     num_chunks: int
@@ -35,13 +37,14 @@ class LinearCrossEntropy:
     is_mean: bool
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    fused: bool = False
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *extras: Tensor) -> Tensor:
         """The scalar loss of ``hidden [rows, width]`` and ``target [rows]``; differentiable in all but the target."""
         tensors = (hidden, weight, bias, *extras)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _Differentiable.apply(self, target, *tensors)  # type: ignore[no-any-return,no-untyped-call]
-        losses = (self.loss(F.linear(hidden[rows], weight, bias), target[rows], extras) for rows in self.chunks(hidden))
+        losses = (self.forward(hidden[rows], weight, bias, target[rows], extras) for rows in self.chunks(hidden))
         return self.total(losses, self.count(target))
 
     def chunks(self, hidden: Tensor) -> Iterator[slice]:
@@ -62,6 +65,14 @@ class LinearCrossEntropy:
         for loss in losses:
             total = total + loss
         return (total if count is None else total / count).to(first.dtype)
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, extras: Sequence[Tensor]
+    ) -> Tensor:
+        """The loss of one chunk, summed."""
+        if self.plain:
+            return F.nll_loss(log_softmax(hidden, weight, bias), target, reduction="sum", ignore_index=self.ignore_index)
+        return self.loss(F.linear(hidden, weight, bias), target, extras)
 
     def loss(self, logits: Tensor, target: Tensor, extras: Sequence[Tensor]) -> Tensor:
         return F.cross_entropy(self.row_fn(logits, *extras), target, reduction="sum", ignore_index=self.ignore_index,
@@ -85,14 +96,25 @@ class LinearCrossEntropy:
     def plain_gradient(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same for plain logits in place: two FP32 copies at a time where autograd needs three and the logits."""
-        log_p = F.log_softmax(F.linear(hidden, weight, bias).float(), dim=1)
+        """The same for plain logits in place: two FP32 copies at a time where autograd needs three and the logits.
+
+        With Liger's kernel nothing but the logits, and `scale` is left to the caller.
+        """
+        if self.fused:
+            logits = F.linear(hidden, weight, bias)
+            return liger.cross_entropy_(logits, target, self.ignore_index).sum(), logits
+        log_p = log_softmax(hidden, weight, bias)
         loss = F.nll_loss(log_p, target, reduction="sum", ignore_index=self.ignore_index)
         valid = target != self.ignore_index
         of_row = torch.where(valid, scale, torch.zeros_like(scale)).unsqueeze(1)
         grad = log_p.exp_().mul_(of_row)
         grad.scatter_add_(1, torch.where(valid, target, torch.zeros_like(target)).long().unsqueeze(1), -of_row)
         return loss, grad.to(hidden.dtype)
+
+
+def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of plain logits, in FP32; written so that never more than two copies of them live."""
+    return F.log_softmax(F.linear(hidden, weight, bias).float(), dim=1)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -119,12 +141,15 @@ class _Differentiable(torch.autograd.Function):
 
         total = spec.total(losses(), count)
         ctx.grads, ctx.dtypes = grads, [t.dtype if t is not None else None for t in inputs]
+        ctx.scale = scale if spec.fused and spec.plain else None
         return total
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None  # scaled in place: there is no second time
         assert grads is not None, "the head's gradients can be asked for once"
+        if ctx.scale is not None:
+            seed = seed * ctx.scale
         out: list[Tensor | None] = []
         for dtype in ctx.dtypes:
             grad = grads.pop(0)  # an FP32 sum is freed as soon as it has been rounded

@@ -14,28 +14,37 @@ import torch
 from torch import Tensor, fx, nn
 
 from slidedp.compiler.chunked_loss import Head, cut_head, find_head
-from slidedp.compiler.layergraph import LossHead
+from slidedp.compiler.layergraph import LossHead, chunk_rows
 from slidedp.compiler.metering import LiveBytes
 
 MEASURED_CHUNKS = (2, 8, 64, 512)
 
 
-def measure_head(graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], params: Sequence[str]) -> LossHead | None:
-    """The epilogue's `graph` with a `model` and `inputs` on meta; `params`: names of those it reads.
+def measure_head(
+    graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], params: Sequence[str], device: torch.device
+) -> LossHead | None:
+    """The epilogue's `graph` with a `model` and `inputs` on meta, as it would run on `device`; `params`: names of those it reads.
 
-    None if it cannot run there.
+    If it cannot run on meta: an estimate where the logits can be cut, else None, and the plan goes by what autograd saves.
     """
     head = find_head(graph, model)
     weights = [operator.attrgetter(name)(model) for name in params]
+    counts = [n for n in MEASURED_CHUNKS if n <= head.rows] if isinstance(head, Head) else []
     try:
         whole = _peak_bytes(graph, model, inputs, weights)
         if not isinstance(head, Head):
             return LossHead(0, 0, ((1, whole),), head)
-        counts = [n for n in MEASURED_CHUNKS if n <= head.rows]
-        peaks = [(n, _peak_bytes(cut_head(graph, head, n), model, inputs, weights)) for n in counts]
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError):  # whatever a module does on meta
-        return None
-    return LossHead(head.rows, head.vocab, ((1, whole), *peaks))
+        cut = [_peak_bytes(cut_head(graph, head, n, device), model, inputs, weights) for n in counts]
+        return LossHead(head.rows, head.vocab, ((1, whole), *zip(counts, cut, strict=True)))
+    except Exception:  # whatever a user's code does on meta
+        return _estimate(head, counts, inputs, weights) if isinstance(head, Head) else None
+
+
+def _estimate(head: Head, counts: Sequence[int], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> LossHead:
+    """FP32 gradients of the weights and a copy, what came in three times over, and 16 bytes a logit."""
+    around = sum(6 * w.numel() for w in weights) + 3 * sum(t.nbytes for t in inputs)
+    peaks = [(n, around + 16 * chunk_rows(head.rows, n) * head.vocab) for n in (1, *counts)]
+    return LossHead(head.rows, head.vocab, tuple(peaks))
 
 
 def _peak_bytes(graph: fx.Graph, model: nn.Module, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> int:

@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
                 self._seen.add(key)
                 self.live += storage.nbytes()
                 self.peak, self.largest = max(self.peak, self.live), max(self.largest, storage.nbytes())
-                weakref.finalize(storage, self._freed, key, storage.nbytes())
+                weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
         return out
 
     def _freed(self, key: int, num_bytes: int) -> None:

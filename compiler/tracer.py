@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from slidedp.compiler import liger
 from slidedp.compiler.chunked_loss import cut_head, find_head
 from slidedp.compiler.errors import TraceError
 from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
@@ -100,6 +101,7 @@ def trace(
     Raises ValueError for a bad batch or loss_fn, and TraceError for what cannot be traced; both name the remedy.
     """
     check_params(model)
+    liger.available(device)  # imported here: not while the model is on meta and its use of `random` is watched
     arguments = call_arguments(model, batch, loss_fn is not None)
     choices = layer_candidates(model) if layers is None else iter([chosen_layers(model, layers)])
     for names in choices:
@@ -179,7 +181,7 @@ def _assemble(
     seen: set[fx.Node] = set()
     stages = tuple(_stage(s, p, groups, recorder.meta, seen) for s, p in zip(segments, programs, strict=True))
     inputs = [n.meta["val"] for n in segments[-1].inputs]
-    head = measure_head(programs[-1].graph, model, inputs, programs[-1].params)
+    head = measure_head(programs[-1].graph, model, inputs, programs[-1].params, recorder.device)
     stages = (*stages[:-1], replace(stages[-1], head=head))
     read = set(itertools.chain.from_iterable(reads.values()))
     found = Trace(
@@ -231,13 +233,21 @@ def _compiled(model: nn.Module, graph: fx.Graph, name: str) -> Callable[..., tup
     return forward
 
 
-def with_head_chunks(traced: Trace, model: nn.Module, num_chunks: int) -> Trace:
-    """`traced`, with an epilogue that makes the logits of at most 1/`num_chunks` of the rows at a time; as it is for 1."""
+def with_head_chunks(
+    traced: Trace,
+    model: nn.Module,
+    num_chunks: int,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+) -> Trace:
+    """`traced` with an epilogue that makes the logits in at most `num_chunks` chunks of tokens; as it is for 1.
+
+    `device` is where it will run. A trace whose logits cannot be cut (``traced.graph.head.whole`` says why) stays as it is.
+    """
     program = traced.programs[-1]
     head = find_head(program.graph, model) if num_chunks > 1 else ""
     if isinstance(head, str):
         return traced
-    graph = cut_head(program.graph, head, num_chunks)
+    graph = cut_head(program.graph, head, num_chunks, device)
     chunked = replace(program, fn=_compiled(model, graph, program.name), graph=graph)
     return replace(traced, programs=(*traced.programs[:-1], chunked))
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from slidedp.api import load_policy
 from slidedp.cli_show import add_explain_arguments, add_show_arguments
 from slidedp.compiler.decisions import Route
-from slidedp.compiler.defaults import check_budgets
+from slidedp.compiler.defaults import check_budgets, check_head
 from slidedp.compiler.diff import diff
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile, ops_hash
@@ -194,6 +194,7 @@ def run_diff(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     plan = PlanFile.load(args.plan)
     graph = lower(plan.layers, plan.decisions, hbm_budget=plan.budgets.hbm_bytes)
+    check_head(plan.layers, plan.decisions)
     check_budgets(plan.layers, plan.decisions, plan.budgets.hbm_bytes, plan.budgets.host_bytes)
     if not plan.edited and (derived := ops_hash(graph)) != plan.ops_hash:
         raise ValueError(f"{args.plan}: its decisions lower to other ops ({derived}) than slidedp {plan.slidedp} planned "

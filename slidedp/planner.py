@@ -191,7 +191,7 @@ class Planner:
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
         decisions = replace(decisions, head_chunks=self.for_shape(decisions, draft.layers).head_chunks)  # each rank's own
-        traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks)
+        traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks, self.settings.device)
         spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import norm_wise
 
 import slidedp
+from slidedp.compiler import liger
 from slidedp.compiler.layergraph import chunk_rows
 from slidedp.compiler.linear_cross_entropy import LinearCrossEntropy
 from slidedp.compiler.metering import LiveBytes
@@ -136,6 +140,74 @@ def test_sizes_of_chunks() -> None:
     assert [chunk_rows(1000, n) for n in (1, 2, 3, 20)] == [1000, 512, 384, 50]
     op = LinearCrossEntropy(3, plain, True, True)
     assert [(s.start, s.stop) for s in op.chunks(torch.empty(1000, 1))] == [(0, 384), (384, 768), (768, 1000)]
+
+
+class Kernel:
+    """Liger's kernel in torch: same arguments, same effect."""
+
+    def __init__(self, **renamed: str) -> None:
+        names = [renamed.get(name, name) for name in sorted(liger.PARAMETERS)]
+        self.fn = lambda: None
+        self.fn.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(num_warps: int, **a: Any) -> None:
+            assert a.keys() == liger.PARAMETERS
+            assert a["reduction"] == "sum"
+            logits, target, losses = a["X_ptr"], a["Y_ptr"], a["loss_ptr"]
+            assert grid == (len(target),)
+            assert a["BLOCK_SIZE"] >= a["n_cols"] == logits.shape[1] == a["X_stride"]
+            leaf = logits.to(torch.float32, copy=True).requires_grad_()
+            with torch.enable_grad():
+                each = F.cross_entropy(leaf, target, reduction="none", ignore_index=a["ignore_index"])
+                (grad,) = torch.autograd.grad(each.sum(), leaf)
+            logits.copy_(grad)
+            losses.copy_(each.detach())
+
+        return launch
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kernel], None]]:
+    """`installed(kernel)`: Liger is there, and that is its kernel."""
+
+    def install(kernel: Kernel) -> None:
+        module = types.ModuleType("liger_kernel.ops.cross_entropy")
+        module.liger_cross_entropy_kernel = kernel
+        monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+        monkeypatch.setitem(sys.modules, "liger_kernel.ops", types.ModuleType("liger_kernel.ops"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        liger.kernel.cache_clear()
+
+    yield install
+    liger.kernel.cache_clear()
+
+
+def test_ligers_kernel_is_given_what_it_takes(installed: Callable[[Kernel], None]) -> None:
+    installed(Kernel())
+    assert liger.available(torch.device("cuda"))
+    assert not liger.available(torch.device("cpu"))
+    for is_mean in (True, False):
+        want, _ = both(plain, 1, torch.float32, 0.3, is_mean=is_mean)
+        t, target = operands(torch.float32)
+        loss = LinearCrossEntropy(5, plain, True, is_mean, fused=True)(t["hidden"], t["weight"], t["bias"], target)
+        loss.backward(torch.full_like(loss, 0.3))
+        assert norm_wise(loss.detach(), want["loss"]) < 1e-6
+        assert max(norm_wise(t[n].grad, want[n]) for n in ("hidden", "weight", "bias")) < 1e-6
+
+
+def test_an_unknown_kernel_of_ligers_is_left_alone(installed: Callable[[Kernel], None]) -> None:
+    installed(Kernel(n_cols="num_columns"))
+    assert not liger.available(torch.device("cuda"))
+
+
+def test_ligers_kernel_is_in_the_prediction(installed: Callable[[Kernel], None]) -> None:
+    """In place: a chunk's logits once, where torch holds two FP32 copies."""
+    without = trace(wide(), on_meta(4096), compute_dtype=torch.bfloat16, device=torch.device("cuda")).graph.head
+    installed(Kernel())
+    head = trace(wide(), on_meta(4096), compute_dtype=torch.bfloat16, device=torch.device("cuda")).graph.head
+    assert head.peak_bytes(1) == without.peak_bytes(1)
+    assert without.peak_bytes(2) - head.peak_bytes(2) == pytest.approx((8 - 2) * 2048 * 32768, rel=0.01)
 
 
 # ---- found in a model's epilogue, or not ----
@@ -345,6 +417,17 @@ def test_memory_is_as_predicted(name: str, dtype: torch.dtype) -> None:
         assert measured == pytest.approx(predicted, rel=0.1), (num_chunks, measured, predicted)
 
 
+def test_without_a_measurement_there_is_an_estimate_on_the_safe_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured() -> list[tuple[int, int]]:
+        head = trace(wide(), on_meta(4096), compute_dtype=torch.bfloat16).graph.head
+        assert (head.rows, head.vocab) == (4096, 32768)
+        return head.peaks
+
+    known = measured()
+    monkeypatch.setattr("slidedp.compiler.loss_memory._peak_bytes", lambda *_: 1 / 0)
+    assert all(n == m and size <= guess < 2.5 * size for (n, size), (m, guess) in zip(known, measured(), strict=True))
+
+
 class NoWaiting(TorchDispatchMode):
     """Raises on what makes the host wait for the device: values asked for, shapes that depend on values."""
 
@@ -373,6 +456,11 @@ def wide(name: str = "llama") -> nn.Module:
     """1 MiB of FP32 logits for 8 tokens."""
     with torch.device("meta"):
         return family(name, vocab_size=32768, num_hidden_layers=1, max_position_embeddings=2048)
+
+
+def on_meta(tokens: int) -> dict[str, Tensor]:
+    ids = torch.zeros(tokens // 1024, 1024, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
 
 
 def on_paper(tokens: int, **options: Any) -> PlanFile:
