@@ -73,7 +73,8 @@ class Stage:
     """One unit of compute. `groups`: the parameter groups it reads, its own first.
 
     `boundary_bytes`: its differentiable inputs, kept until its backward. `activation_bytes`: what a forward that keeps
-    everything holds. `flops`: one forward. Stages of equal `kind_key` (module class and shapes) cost the same.
+    everything holds beside its inputs: the storages of all that autograd saves, each once. `flops`: one forward. Stages of
+    equal `kind_key` (module class and shapes) cost the same.
     """
 
     name: str

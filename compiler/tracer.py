@@ -227,6 +227,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
     saved: dict[object, int] = {}
     for n in segment.nodes:
         saved |= n.meta.get("saved", {})
+    inputs = {n.meta["storage"] for n in segment.inputs if "storage" in n.meta}
     return Stage(
         name=segment.name,
         kind=segment.kind,
@@ -234,7 +235,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
         kind_key=_kind_key(segment, program, meta),
         flops=sum(n.meta.get("flops", 0) for n in segment.nodes),
         boundary_bytes=sum(n.meta["val"].nbytes for n in kept),
-        activation_bytes=sum(saved.values()),
+        activation_bytes=sum(size for storage, size in saved.items() if storage not in inputs),
     )
 
 
