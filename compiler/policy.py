@@ -1,8 +1,8 @@
 """Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
 
-    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots
-    source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, and
-    chunks: 4                      chunks, which is both delivery_chunks and return_chunks
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, act_slots
+    source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
+    chunks: 4                      and chunks, which is both delivery_chunks and return_chunks
     layers:
       "*": {delivery: sharded}     every group, then, in the order written, one or several of them:
       L00-L05: {chunks: 1}
@@ -16,16 +16,18 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any
 
-from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.runlength import expand, layer_index, runs
 from slidedp.compiler.strict import as_int, as_mapping, check_keys
 
-CHOICES: dict[str, type[StrEnum]] = {"delivery": Route, "source": Source, "reduction": Reduction, "act": Activation}
+CHOICES: dict[str, type[StrEnum]] = {
+    "delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
+}  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
-PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots")
-_LATER_VERSIONS = {"act": ("offload", "selective")}
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "act_slots")
+_LATER_VERSIONS = {"act": ("selective",)}
 
 
 def apply_policy(

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from slidedp.compiler.errors import TraceError
 from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
 from slidedp.compiler.guards import BATCH, Guard, first_violation
-from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
+from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, StageKind, aligned
 from slidedp.compiler.layers import LayerChoice, batch_problem, call_arguments, chosen_layers, layer_candidates, no_layers
 from slidedp.compiler.loss import Loss, LossFn, ValidCount, call_loss_fn, model_loss, user_loss
 from slidedp.compiler.metamodel import MetaModel, check_params, on_meta
@@ -235,7 +235,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
         kind_key=_kind_key(segment, program, meta),
         flops=sum(n.meta.get("flops", 0) for n in segment.nodes),
         boundary_bytes=sum(n.meta["val"].nbytes for n in kept),
-        activation_bytes=sum(size for storage, size in saved.items() if storage not in inputs),
+        activation_bytes=sum(aligned(size, STORAGE_ALIGN) for storage, size in saved.items() if storage not in inputs),
     )
 
 

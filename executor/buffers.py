@@ -23,7 +23,9 @@ class Buffers:
         self._leaves: dict[tuple[str, str], list[Tensor]] = {}
         self.pools = graph.slots
         for slot in graph.slots:
-            dtype = compute_dtype if holds_weights(slot) else grad_dtype
+            if slot.memory == "allocator":
+                continue
+            dtype = torch.uint8 if holds_activations(slot) else compute_dtype if holds_weights(slot) else grad_dtype
             make = backend.pinned if slot.memory == "pinned" else backend.empty
             for i in range(slot.count):
                 tensor = make(slot.bytes // dtype.itemsize, dtype)
@@ -53,3 +55,8 @@ class Buffers:
 def holds_weights(slot: Slot) -> bool:
     """Slots of weights and of their staging have the compute dtype; the others that of gradients."""
     return slot.name in ("w", "stage") or slot.name.startswith("held.")
+
+
+def holds_activations(slot: Slot) -> bool:
+    """Slots of activations on the host or back from it: bytes, of whatever dtypes a layer saves."""
+    return slot.name.startswith(("off.", "back."))

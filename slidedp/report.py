@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from slidedp.compiler.decisions import Boundary
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
@@ -82,7 +83,8 @@ def summary(plan: PlanFile) -> str:
 
 def decision_table(plan: PlanFile) -> Iterator[str]:
     """A line for each run of groups with the same decision."""
-    rows = [(name, (d.delivery, d.source, d.delivery_chunks, d.reduction, d.return_chunks, d.act))
+    rows = [(name, (d.delivery, d.source, d.delivery_chunks, d.reduction, d.return_chunks,
+                 d.act + ", boundary on host" * (d.boundary is Boundary.HOST)))
             for name, d in plan.decisions.groups.items()]
     table = [("", *HEADINGS), *((name, *map(str, row)) for name, row in runs(rows))]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]

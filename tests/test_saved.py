@@ -12,7 +12,9 @@ import torch
 from stage_bench import AWKWARD, Bench, compare, made
 from torch import Tensor, nn
 
-from slidedp.executor.saved import SavedTensors, enter, num_bytes, storage_of
+from slidedp.compiler.decisions import Activation
+from slidedp.executor.parcels import num_bytes, storage_of
+from slidedp.executor.saved import SavedTensors, enter
 
 pytestmark = pytest.mark.cpu
 
@@ -220,6 +222,6 @@ def test_the_estimate_is_what_a_forward_keeps(name: str) -> None:
     runner.prologue(bench.of("prologue"))
     for stage, program in zip(bench.graph.layers, bench.trace.programs[1:-1], strict=True):
         inputs = {storage_of(runner._env[n]) for n in program.inputs}
-        runner.forward(stage.name, bench.of(stage.name), True)
+        runner.forward(stage.name, bench.of(stage.name), Activation.RETAIN)
         kept = [t for t in runner._graphs[stage.name].saved.kept() if storage_of(t) not in inputs]
         assert num_bytes(kept) == stage.activation_bytes, stage.name
