@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from slidedp.compiler.layergraph import Stage
+from slidedp.compiler.layergraph import Stage, StageKind
 
 
 class Route(StrEnum):
@@ -34,12 +34,20 @@ class Reduction(StrEnum):
 
 
 class Activation(StrEnum):
-    """What a layer keeps in HBM between forward and backward: all that autograd saves (`retain`), or its inputs, and its
-    forward runs again (`recompute`).
+    """What becomes of what autograd saves in a layer's forward: it stays in HBM (`retain`), waits in host memory (`offload`),
+    or is dropped, and the forward runs again (`recompute`).
     """
 
     RETAIN = "retain"
+    OFFLOAD = "offload"
     RECOMPUTE = "recompute"
+
+
+class Boundary(StrEnum):
+    """Where the inputs of a layer that does not retain wait for its backward."""
+
+    HBM = "hbm"
+    HOST = "host"
 
 
 class StateHome(StrEnum):
@@ -72,13 +80,15 @@ class GroupDecision:
     reduction: Reduction = Reduction.GPU
     return_chunks: int = 1
     act: Activation = Activation.RECOMPUTE
+    boundary: Boundary = Boundary.HBM
     weights: Residence = Residence.STREAM
     state: StateHome = StateHome.HOST
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """`groups`: one entry a group. `window`: weight slots; `grad_slots`: gradient slots; `staging_slots`: cast buffers.
+    """`groups`: one entry a group. `window`: weight slots; `grad_slots`: gradient slots; `staging_slots`: cast buffers;
+    `act_slots`: layers whose activations (or boundaries) are in HBM on their way to the host, and again on their way back.
 
     `head_chunks`: in how many chunks of tokens the epilogue makes the logits, at most; 1: all at once, as eager.
     """
@@ -89,6 +99,7 @@ class Decisions:
     staging_slots: int = 4
     reduce_slots: int = 2
     head_chunks: int = 1
+    act_slots: int = 2
 
     def of(self, group: str) -> GroupDecision:
         return self.groups[group]
@@ -96,3 +107,9 @@ class Decisions:
     def activation(self, layer: Stage) -> Activation:
         """What `layer` keeps: as its own group says, or, if it has none, the first of those that it shares."""
         return self.of(layer.groups[0]).act if layer.groups else Activation.RECOMPUTE
+
+    def moves_boundary(self, stage: Stage) -> bool:
+        """True if the inputs of `stage` go to the host."""
+        if stage.kind is not StageKind.LAYER or not stage.groups or self.activation(stage) is Activation.RETAIN:
+            return False
+        return self.of(stage.groups[0]).boundary is Boundary.HOST

@@ -24,6 +24,9 @@ ALIGN = 64
 ROW_UNIT = 64
 """Chunks of more tokens than this have a multiple of it, for the sake of the matrix kernels."""
 
+STORAGE_ALIGN = 512
+"""Bytes: what activations take is counted, and packed for a copy, in multiples of this; CUDA's allocator rounds up to it."""
+
 
 class StageKind(StrEnum):
     PROLOGUE = "prologue"
@@ -108,7 +111,8 @@ class Stage:
     """One unit of compute. `groups`: the parameter groups it reads, its own first.
 
     `boundary_bytes`: its differentiable inputs, kept until its backward. `activation_bytes`: what a forward that keeps
-    everything holds. `flops`: one forward. Stages of equal `kind_key` (module class and shapes) cost the same.
+    everything holds beside its inputs: the storages of all that autograd saves, each once and rounded up to STORAGE_ALIGN.
+    `flops`: one forward. Stages of equal `kind_key` (module class and shapes) cost the same.
     """
 
     name: str

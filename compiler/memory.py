@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.layergraph import LayerGraph, StageKind, cut_chunks
+from slidedp.compiler.layergraph import STORAGE_ALIGN, LayerGraph, Stage, StageKind, aligned, cut_chunks
+from slidedp.compiler.ops import Slot
 from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
 from slidedp.compiler.units import format_bytes
 
@@ -98,9 +99,47 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
-        "boundary activations": sum(s.boundary_bytes for s in graph.stages),
+        "boundary activations": sum(s.boundary_bytes for s in graph.stages if not decisions.moves_boundary(s)),
+        "activations on their way": sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
+                                        if slot.memory != "pinned"),
         **_activations(graph, decisions),
     }
+
+
+def movers(graph: LayerGraph, decisions: Decisions) -> dict[str, tuple[list[Stage], list[Stage]]]:
+    """By head of the value (``act``, ``h``), the layers whose value goes to the host, and those for which that would be
+    too late: the last :func:`num_places` of them, whose places nobody needs before their backward.
+    """
+    acts = [s for s in graph.layers if decisions.activation(s) is Activation.OFFLOAD]
+    boundaries = [s for s in graph.layers if decisions.moves_boundary(s)]
+    out = {}
+    for head, stages in (("act", acts), ("h", boundaries)):
+        if stages:
+            n = num_places(decisions, head)
+            out[head] = stages[:-n], stages[-n:]
+    return out
+
+
+def num_places(decisions: Decisions, head: str) -> int:
+    """Places of the window out, and of the window back. A forward reads a boundary and makes the next: that takes two."""
+    return decisions.act_slots if head == "act" else max(decisions.act_slots, 2)
+
+
+def moved_bytes(stage: Stage, head: str) -> int:
+    return aligned(stage.activation_bytes if head == "act" else stage.boundary_bytes, STORAGE_ALIGN)
+
+
+def activation_slots(graph: LayerGraph, decisions: Decisions) -> tuple[Slot, ...]:
+    """Places of what :func:`movers` move: the window out and the window back in HBM, and each value's own host memory."""
+    slots: list[Slot] = []
+    for head, (leaving, staying) in movers(graph, decisions).items():
+        count = min(num_places(decisions, head), len(leaving) + len(staying))
+        slots.append(Slot(head, count, max(moved_bytes(s, head) for s in (*leaving, *staying)), "allocator"))
+        if leaving:
+            largest = max(moved_bytes(s, head) for s in leaving)
+            slots.append(Slot(f"back.{head}", min(num_places(decisions, head), len(leaving)), largest))
+        slots += [Slot(f"off.{head}.{s.name}", 1, moved_bytes(s, head), "pinned") for s in leaving]
+    return tuple(slots)
 
 
 def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
@@ -133,5 +172,7 @@ def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "shadow": sum(graph.compute_itemsize * g.numel for g in shadowed),
         "gradients": sum(graph.grad_itemsize * g.num_trainable for g in at_home),
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),
+        "offloaded activations": graph.world_size * sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
+                                                        if slot.memory == "pinned"),
         "cast staging": graph.world_size * decisions.staging_slots * graph.compute_itemsize * staging,
     }

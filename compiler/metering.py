@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,11 @@ class Meter(TorchDispatchMode):
         self.resident = resident
         self.flops = 0
         self.saved: dict[int, int] = {}
+        self.saved_given: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket is torch.ops.aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
+            return self._grouped_mm(*args[:2])
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -41,11 +44,24 @@ class Meter(TorchDispatchMode):
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t), self:
             yield self
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Stands in for a fused attention kernel. On meta, torch would pick the unfused one, which saves S x S scores."""
         batch, heads, queries, width = q.shape
         self.flops += 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
-        return _FusedAttention.apply(q, k, v)  # type: ignore[no-any-return,no-untyped-call]
+        return _FusedAttention.apply(q, k, v, mask)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _grouped_mm(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Rows [M, K], each times the matrix of its expert, [E, K, N]. Torch's own takes nothing but BF16 on meta."""
+        self.flops += 2 * rows.shape[0] * experts.shape[1] * experts.shape[2]
+        return rows.new_empty(rows.shape[0], experts.shape[2])
+
+    def name_given(self, given: Sequence[int]) -> None:
+        """Storages of arguments go by position from here on, so that :meth:`saved_by` holds for another call alike."""
+        self.saved_given = {i: self.saved.pop(key) for i, key in enumerate(given) if key in self.saved}
+
+    def saved_by(self, call: str, given: Sequence[int]) -> dict[object, int]:
+        """What a call like the metered one saves, by storage: those of its arguments, and its own, named after it."""
+        return {(call, key): size for key, size in self.saved.items()} | {given[i]: size for i, size in self.saved_given.items()}
 
     def _pack(self, t: Tensor) -> Tensor:
         key = storage_key(t)
@@ -83,12 +99,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves what a fused kernel saves: inputs, output and the log-sum-exp of each row (FP32). Never differentiated."""
+    """Saves what a fused kernel saves: inputs, output (heads inside tokens: what follows need not copy it), the log-sum-exp of
+    each row (FP32), and the mask as summand. Never differentiated.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, queries, _ = q.shape
+        out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+        summands = [] if mask is None else [mask.to(q)]
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), *summands)
         return out
 
 

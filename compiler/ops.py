@@ -23,6 +23,9 @@ Values and the places they live in:
 ``H.<group>``           reduced gradient in shared host memory, what the update reads
 ``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
 ``act.<stage>``         what autograd saved for the stage's backward, kept by the forward or filled in by the recompute
+``h.<stage>``, ``act.<stage>`` of layers whose inputs or activations go to the host are in ``h[k]``, ``act[k]`` for as long as
+                        that takes; ``off.<value>`` is the copy in pinned memory, in a slot of its name; ``back.<value>`` is the
+                        value again in HBM, in ``back.h[k]``, ``back.act[k]``
 ``const``               what the prologue made for all (masks, rotary)
 ``loss``                this rank's loss
 ======================  =========================================================================================
@@ -209,7 +212,9 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`count` equal buffers named ``name[0]``…, of `bytes` each, in `memory` (``hbm`` or ``pinned``)."""
+    """`count` equal buffers named ``name[0]``…, of `bytes` each, in `memory`: ``hbm``, ``pinned``, or ``allocator``, for places
+    in HBM that torch's allocator fills and an op frees when the next value moves in.
+    """
 
     name: str
     count: int

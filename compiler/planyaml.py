@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, StateHome
+from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, StateHome
 from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, LossHead, Stage, StageKind
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
 from slidedp.compiler.runlength import expand, runs
@@ -19,7 +19,7 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
-OMITTED = {"weights": Residence.STREAM, "state": StateHome.HOST}
+OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST}
 """Fields of a decision that are written only where they say otherwise."""
 
 

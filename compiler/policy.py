@@ -1,8 +1,8 @@
 """Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
 
-    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks
-    source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, weights,
-    chunks: 4                      state, and chunks, which is both delivery_chunks and return_chunks
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots
+    source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
+    chunks: 4                      weights, state, and chunks, which is both delivery_chunks and return_chunks
     layers:
       "*": {delivery: sharded}     every group, then, in the order written, one or several of them:
       L00-L05: {chunks: 1}
@@ -16,17 +16,29 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any
 
-from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Residence, Route, Source, StateHome
+from slidedp.compiler.decisions import (
+    Activation,
+    Boundary,
+    Decisions,
+    GroupDecision,
+    Reduction,
+    Residence,
+    Route,
+    Source,
+    StateHome,
+)
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.runlength import expand, layer_index, runs
 from slidedp.compiler.strict import as_int, as_mapping, check_keys
 
-CHOICES: dict[str, type[StrEnum]] = {"delivery": Route, "source": Source, "reduction": Reduction, "act": Activation,
-                                     "weights": Residence, "state": StateHome}
+CHOICES: dict[str, type[StrEnum]] = {
+    "delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
+    "weights": Residence, "state": StateHome,
+}  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
-PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks")
-_LATER_VERSIONS = {"act": ("offload", "selective")}
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots")
+_LATER_VERSIONS = {"act": ("selective",)}
 
 
 def apply_policy(

@@ -220,7 +220,8 @@ class MetaRecorder(TorchFunctionMode):
         args, kwargs = on_device(func, args, kwargs, _META)
         meter = meter or self._leaf_meter
         if meter is not None and is_fusable_attention(func, args):
-            return meter.attention(*args[:3])
+            q, k, v, *rest = args
+            return meter.attention(q, k, v, rest[0] if rest else kwargs.get("attn_mask"))
         return func(*args, **kwargs)
 
     # ---- modules and autograd functions kept whole
@@ -258,7 +259,9 @@ class MetaRecorder(TorchFunctionMode):
         """The leaf's outputs on meta; if it cannot run there, a tensor like its first floating-point input."""
         kind = (type(m).__name__, shapes((args, kwargs)), tuple((tuple(p.shape), p.requires_grad) for p in m.parameters()))
         node.meta["kind"] = kind
-        meter = None if kind in self._leaf_costs else Meter(self._resident)
+        given = [storage_key(t) for t in tensors((args, kwargs))]
+        cost_key = kind, tuple(t.requires_grad for t in tensors((args, kwargs)))
+        meter = None if cost_key in self._leaf_costs else Meter(self._resident)
         try:
             with self._opaque(meter), meter.running() if meter else nullcontext():
                 out = m._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -273,12 +276,14 @@ class MetaRecorder(TorchFunctionMode):
                                  "put it inside a layer") from e  # fmt: skip
             grads = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors((args, kwargs)), *m.parameters()))
             out = torch.empty_like(like, requires_grad=grads)
-            meter = Meter(self._resident)
-            meter.flops = 2 * sum(p.numel() for p in m.parameters()) * (like.numel() // max(1, like.shape[-1]))
+            if meter is not None:
+                meter = Meter(self._resident)
+                meter.flops = 2 * sum(p.numel() for p in m.parameters()) * (like.numel() // max(1, like.shape[-1]))
         if meter is not None:
-            self._leaf_costs[kind] = meter
-        cost = self._leaf_costs[kind]
-        node.meta["flops"], node.meta["saved"] = cost.flops, {(node.name, k): n for k, n in cost.saved.items()}
+            meter.name_given(given)
+            self._leaf_costs[cost_key] = meter
+        cost = self._leaf_costs[cost_key]
+        node.meta["flops"], node.meta["saved"] = cost.flops, cost.saved_by(node.name, given)
         return out
 
     def call_function(self, cls: type[torch.autograd.Function], apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from slidedp.compiler.chunked_loss import cut_head, find_head
 from slidedp.compiler.errors import TraceError
 from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
 from slidedp.compiler.guards import BATCH, Guard, first_violation
-from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
+from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, StageKind, aligned
 from slidedp.compiler.layers import LayerChoice, batch_problem, call_arguments, chosen_layers, layer_candidates, no_layers
 from slidedp.compiler.loss import Loss, LossFn, ValidCount, call_loss_fn, model_loss, user_loss
 from slidedp.compiler.loss_memory import measure_head
@@ -259,6 +259,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
     saved: dict[object, int] = {}
     for n in segment.nodes:
         saved |= n.meta.get("saved", {})
+    inputs = {n.meta["storage"] for n in segment.inputs if "storage" in n.meta}
     return Stage(
         name=segment.name,
         kind=segment.kind,
@@ -266,7 +267,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
         kind_key=_kind_key(segment, program, meta),
         flops=sum(n.meta.get("flops", 0) for n in segment.nodes),
         boundary_bytes=sum(n.meta["val"].nbytes for n in kept),
-        activation_bytes=sum(saved.values()),
+        activation_bytes=sum(aligned(size, STORAGE_ALIGN) for storage, size in saved.items() if storage not in inputs),
     )
 
 

@@ -136,5 +136,5 @@ def open_backend(device: torch.device | str) -> Backend:
 
 def poison(tensor: Tensor) -> None:
     """Test mode: fills a released slot with NaN, so that a read before the next write shows in the result."""
-    assert tensor.is_floating_point(), tensor.dtype
-    tensor.fill_(float("nan"))
+    assert tensor.is_floating_point() or tensor.dtype is torch.uint8, tensor.dtype
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)  # all bits set is a NaN in every floating-point dtype

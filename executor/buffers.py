@@ -23,7 +23,9 @@ class Buffers:
         self._leaves: dict[tuple[str, str], list[Tensor]] = {}
         self.pools = graph.slots
         for slot in graph.slots:
-            dtype = torch.float32 if slot.name.startswith("state.") else compute_dtype if holds_weights(slot) else grad_dtype
+            if slot.memory == "allocator":
+                continue
+            dtype = dtype_of(slot, compute_dtype, grad_dtype)
             make = backend.pinned if slot.memory == "pinned" else backend.empty
             for i in range(slot.count):
                 tensor = make(slot.bytes // dtype.itemsize, dtype)
@@ -50,6 +52,20 @@ class Buffers:
         self._leaves.clear()
 
 
+def dtype_of(slot: Slot, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
+    """Optimizer state is FP32; activations on the host, or back from it, are bytes; weights have the compute dtype."""
+    if slot.name.startswith("state."):
+        return torch.float32
+    if holds_activations(slot):
+        return torch.uint8
+    return compute_dtype if holds_weights(slot) else grad_dtype
+
+
 def holds_weights(slot: Slot) -> bool:
     """Slots of weights and of their staging have the compute dtype; those of gradients and their sums, the gradients'."""
     return slot.name in ("w", "stage") or slot.name.startswith("held.")
+
+
+def holds_activations(slot: Slot) -> bool:
+    """Slots of activations on the host or back from it: bytes, of whatever dtypes a layer saves."""
+    return slot.name.startswith(("off.", "back."))

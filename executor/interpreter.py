@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
 from slidedp.executor.backend import poison
@@ -69,10 +70,10 @@ class Interpreter:
         return poisoning
 
     def released(self, op: Op) -> list[torch.Tensor]:
-        """Test mode: device memory that nothing reads any more once `op` has: weights whole, gradients by chunk."""
+        """Test mode: slots that nothing reads any more once `op` has: weights and moved activations whole, gradients by chunk."""
         out = []
         for ref in op.reads:
-            if ref.value[:2] == "W." and not ref.persistent:
+            if ref.value.startswith(("W.", "off.", "back.")) and not ref.persistent:
                 if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
                     out.append(self.machine.buffers[ref.place])
             elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None:
@@ -180,7 +181,8 @@ class Interpreter:
     # ---- compute ----
 
     def prologue(self, op: Op) -> Task:
-        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
+        weights, leaving = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.leaving(op)
+        assert not leaving, f"{op.name}: nothing can have left before the first stage"
 
         def task(step: Step) -> None:
             self.runner.start(step.device_batch(), step.training)
@@ -190,8 +192,40 @@ class Interpreter:
 
     def forward(self, op: Op) -> Task:
         weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
-        retain = any(ref.value.startswith("act.") for ref in op.writes)
-        return lambda step: self.runner.forward(op.layer, weights, retain)
+        kept = [ref for ref in op.writes if ref.value.startswith("act.")]
+        act = Activation.RECOMPUTE if not kept else Activation.OFFLOAD if kept[0].place else Activation.RETAIN
+        leaving, poisoned = self.leaving(op), self.machine.options.poison
+
+        def task(step: Step) -> None:
+            for value in leaving:
+                self.runner.leave(value, poisoned=poisoned)
+            self.runner.forward(op.layer, weights, act)
+
+        return task
+
+    def leaving(self, op: Op) -> list[str]:
+        """Values whose places in HBM `op` takes: their memory is freed when it starts; the graph has it wait for their copy."""
+        places = {ref.place for ref in op.writes if ref.place.startswith(("act[", "h["))}
+        before = self.graph.ops[: self.graph.index[op.name]]
+        last = {ref.place: ref.value for earlier in before for ref in earlier.writes if ref.place in places}
+        return list(last.values())
+
+    def act_offload(self, op: Op) -> Task:
+        value, buffer, copy = op.reads[0].value, self.machine.buffers[op.writes[0].place], self.machine.backend.copy
+
+        def task(step: Step) -> None:
+            step.count("act_offload", self.runner.offload(value, buffer, copy))
+
+        return task
+
+    def act_reload(self, op: Op) -> Task:
+        buffer, slot = self.machine.buffers[op.reads[0].place], self.machine.buffers[op.writes[0].place]
+        value, copy = op.writes[0].value.removeprefix("back."), self.machine.backend.copy
+
+        def task(step: Step) -> None:
+            step.count("act_reload", self.runner.reload(value, buffer, slot, copy))
+
+        return task
 
     def recompute(self, op: Op) -> Task:
         weights = self.machine.buffers.leaves(self.places(op.reads, "W."))

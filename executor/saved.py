@@ -5,9 +5,10 @@ the plan does not pay for:
 
     a weight, or an input of the stage     a reference (:class:`_Located`): where it lies in memory that has a name. It is
                                            bound at backward time, so a weight's slot can be refilled in between
-    anything else                          a holder, by the order in which they are saved. It keeps the tensor (`retain`), or
-                                           is empty until the layer is run again: the rerun saves the same tensors in the
-                                           same order, and ends early, with the last one that an empty holder waits for
+    anything else                          a holder, by the order in which they are saved. It keeps the tensor (`retain`),
+                                           sends it to the host and has it back in time (`offload`), or is empty until the
+                                           layer is run again: the rerun saves the same tensors in the same order, and ends
+                                           early, with the last one that an empty holder waits for
 
 Source: `torch.utils.checkpoint` without reentrant autograd, whose hooks these resemble. Differences: when a layer is run
 again is the graph's decision and not that of the first unpack, and weights and inputs are known by their storage.
@@ -15,7 +16,7 @@ again is the graph's decision and not that of the first unpack, and weights and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from slidedp.executor.parcels import Copy, Geometry, Parcel, storage_of
+
 
 class _Stop(BaseException):
     """Ends a rerun from within: all that is needed has been saved. Not an Exception: a layer may catch those."""
@@ -31,11 +34,14 @@ class _Stop(BaseException):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Holder:
-    """One saved tensor. `version`: of its memory when it was put in."""
+    """One saved tensor. `version`: of its memory when it was put in. `away`: once it has been copied to the host, what it is
+    like and where in the parcel its storage begins.
+    """
 
     index: int
     value: Tensor | None = None
     version: int = 0
+    away: tuple[Geometry, int] | None = None
 
     def put(self, t: Tensor) -> None:
         self.value = t.detach()  # its graph would lead back here: a cycle
@@ -44,21 +50,10 @@ class _Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """A tensor over memory that is known by name. `offset`: elements from the start of the storage."""
+    """A tensor over memory that is known by name."""
 
     name: str
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, name: str, t: Tensor) -> _Located:
-        return cls(name, t.dtype, t.storage_offset(), t.size(), t.stride())
-
-    def over(self, memory: Tensor) -> Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+    geometry: Geometry
 
 
 _Signature = tuple[str, torch.Size, torch.dtype]
@@ -70,7 +65,7 @@ class SavedTensors:
 
     Args:
         label: names the stage in errors.
-        keep: holders keep what they are given (`retain`); else they are empty until :meth:`refill`.
+        keep: holders keep what they are given (`retain`, `offload`); else they are empty until :meth:`refill`.
     """
 
     def __init__(self, label: str, keep: bool) -> None:
@@ -80,6 +75,8 @@ class SavedTensors:
         self._signatures: list[_Signature] = []
         self._holders: list[ReferenceType[_Holder] | None] = []
         self._next = self._last = -1
+        self._parcel: Parcel | None = None
+        self._slot: Tensor | None = None
 
     def bind_weights(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
         """Where the weights (by group) are from now on, for the run that follows and for the backward."""
@@ -88,6 +85,13 @@ class SavedTensors:
     def bind_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Where the inputs (by name) are. Those that are not bound are saved like anything else."""
         self._bind(inputs)
+
+    def borrows(self, t: Tensor) -> bool:
+        """True if `t` lies in memory that is somebody else's after the backward: a function may return what it has saved."""
+        return storage_of(t) in self._names or (self._slot is not None and storage_of(t) == storage_of(self._slot))
+
+    def unbind_input(self, name: str) -> None:
+        del self._memory[name]
 
     def _bind(self, memory: Mapping[str, Tensor]) -> None:
         self._memory |= memory
@@ -116,6 +120,32 @@ class SavedTensors:
             f"its backward; {_REMEDY}"
         )
 
+    # ---- to the host and back; each by the thread of its stream, one after another ----
+
+    def offload(self, buffer: Tensor, device: torch.device, copy: Copy) -> int:
+        """Copies what holders keep to `buffer`, as far as it fits. Returns the number of bytes."""
+        self._parcel = Parcel(self.kept(), device, buffer.numel())
+        for holder in self.holders():
+            if holder.value is not None and (start := self._parcel.start(holder.value)) is not None:
+                holder.away = Geometry.of(holder.value), start
+        self._parcel.pack(buffer, copy)
+        return self._parcel.num_bytes
+
+    def leave(self) -> list[Tensor]:
+        """Once :meth:`offload`'s copies are done: drops what it has copied, and returns the memory."""
+        assert self._parcel is not None
+        for holder in self.holders():
+            if holder.away is not None:
+                holder.value = None
+        return self._parcel.let_go()
+
+    def reload(self, buffer: Tensor, slot: Tensor, copy: Copy) -> int:
+        """Copies `buffer` to `slot`, where the tensors are from now on. Returns the number of bytes."""
+        assert self._parcel is not None
+        size, self._slot = self._parcel.num_bytes, slot
+        copy(slot[:size], buffer[:size])
+        return size
+
     def holders(self) -> list[_Holder]:
         """Those that the graph still has, in the order of saving. A part of the graph that nothing needs is gone at once."""
         found = (reference() for reference in self._holders if reference is not None)
@@ -135,7 +165,7 @@ class SavedTensors:
         self._signatures.append(signature)
         if name := signature[0]:
             self._holders.append(None)
-            return _Located.of(name, t)
+            return _Located(name, Geometry.of(t))
         holder = _Holder(len(self._holders))
         if self._keep:
             holder.put(t)
@@ -161,7 +191,11 @@ class SavedTensors:
 
     def _unpack(self, packed: _Holder | _Located) -> Tensor:
         if isinstance(packed, _Located):
-            return packed.over(self._memory[packed.name])
+            return packed.geometry.over(self._memory[packed.name])
+        if packed.away is not None:
+            geometry, start = packed.away
+            assert self._slot is not None, f"{self._label}: its activations are not back from the host"
+            return geometry.over(self._slot, start)
         value = packed.value
         assert value is not None, f"{self._label} has not been run again before its backward"
         if value._version != packed.version:  # autograd's own check does not see behind hooks
@@ -196,16 +230,6 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("nothing lies before a stage's inputs")
-
-
-def storage_of(t: Tensor) -> int:
-    """Identifies the memory behind `t`, shared by its views, as long as one of them lives."""
-    return int(t.untyped_storage()._cdata)
-
-
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each once."""
-    return sum({storage_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _same(t: Tensor) -> Tensor:

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from slidedp.executor.backend import Backend, RngState
+from slidedp.compiler.decisions import Activation
+from slidedp.executor.backend import Backend, RngState, poison
 from slidedp.executor.binding import Binding, BufferStore
 from slidedp.executor.gradients import GradientSlots
+from slidedp.executor.parcels import Copy, Geometry, Parcel, storage_of
 from slidedp.executor.saved import SavedTensors, enter
 
 if TYPE_CHECKING:
@@ -50,6 +52,17 @@ class _Graph:
     outputs: dict[str, GradientEdge]
     weights: Weights
     saved: SavedTensors | None = None
+
+
+@dataclass(slots=True)
+class _Boundary:
+    """Inputs of a stage that go to the host. `away`: by name what they are like and where in the parcel their storage begins;
+    `slot`: where they have come back to.
+    """
+
+    parcel: Parcel
+    away: dict[str, tuple[Geometry, int]]
+    slot: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +106,8 @@ class StageRunner:
         self._grads: dict[str, Tensor] = {}
         self._graphs: dict[str, _Graph] = {}
         self._kept: dict[str, _Kept] = {}
+        self._with_inputs: set[str] = set()
+        self._boundaries: dict[str, _Boundary] = {}
         self._uses_left: Counter[str] = Counter()
         self._training = True
         self._has_tokens = True
@@ -137,8 +152,8 @@ class StageRunner:
         self._store(program, outputs)
         self._release_inputs(program)
 
-    def forward(self, stage: str, weights: Weights, retain: bool = False) -> None:
-        """`retain`: what autograd saves is kept, and there is no recompute; else nothing is until :meth:`recompute`."""
+    def forward(self, stage: str, weights: Weights, act: Activation = Activation.RECOMPUTE) -> None:
+        """`act`: what becomes of what autograd saves. Nothing is kept until :meth:`recompute`, or there is none."""
         program = self._programs[stage]
         self._bind(weights)
         args = [self._env[name] for name in program.inputs]
@@ -147,10 +162,10 @@ class StageRunner:
                 self._store(program, self._call(program, args))
             self._release_inputs(program)
             return
-        before = None if retain else self._before(program)
-        saved = SavedTensors(self._labels[stage], keep=retain)
+        before = self._before(program) if act is Activation.RECOMPUTE else None
+        saved = SavedTensors(self._labels[stage], keep=act is not Activation.RECOMPUTE)
         saved.bind_weights(weights)
-        if not retain:
+        if act is not Activation.RETAIN:
             saved.bind_inputs({name: self._env[name] for name in program.inputs})
         with torch.enable_grad(), saved.recording():
             entered = enter({name: self._env[name] for name in program.grad_inputs})
@@ -158,10 +173,12 @@ class StageRunner:
         inputs = {name: get_gradient_edge(value) for name, value in entered.items()}
         self._graphs[stage] = _Graph(inputs, _edges(program, outputs), weights, saved)
         self._store(program, outputs)
-        if before is None:
-            self._release_inputs(program)
-        else:
+        if before is not None:
             self._kept[stage] = self._changed_since(before, program)
+        elif act is Activation.OFFLOAD:
+            self._with_inputs.add(stage)
+        else:
+            self._release_inputs(program)
 
     def recompute(self, stage: str, weights: Weights) -> None:
         """Nothing when this rank's batch bears no loss: no gradient depends on it."""
@@ -170,10 +187,12 @@ class StageRunner:
         if graph is not None and graph.saved is not None:
             self._bind(weights)
             graph.saved.bind_weights(weights)
-            graph.saved.bind_inputs({name: self._env[name] for name in program.inputs})
+            inputs = self._inputs_back(stage)
+            graph.saved.bind_inputs(inputs)
             with self._modes_of_the_step(), _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
-                given = self._env | enter({name: self._env[name] for name in program.grad_inputs})
-                graph.saved.refill(lambda: self._call(program, [given[name] for name in program.inputs]))
+                entered = enter({name: inputs[name] for name in program.grad_inputs})
+                args = [entered.get(name, inputs[name]) for name in program.inputs]
+                graph.saved.refill(lambda: self._call(program, args))
         self._release_inputs(program)
 
     def backward(self, stage: str, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
@@ -186,6 +205,10 @@ class StageRunner:
         if stage in self._kept:
             self.recompute(stage, weights)
         graph = self._graphs.pop(stage, None)
+        if stage in self._with_inputs:
+            if graph is not None and graph.saved is not None:
+                graph.saved.bind_inputs(self._inputs_back(stage))
+            self._release_inputs(self._programs[stage])
         grads = {name: self._grads.pop(name) for name in self._programs[stage].grad_outputs if name in self._grads}
         if graph is None or not has_tokens:
             return self._slots.write_none(slots)
@@ -232,6 +255,65 @@ class StageRunner:
         self._clear()
         return loss.detach()
 
+    # ---- activations ("act.<stage>") and boundaries ("h.<stage>") to the host and back ----
+    # Each call by the thread of its own stream. The graph's edges order them among themselves and with the stages' ops.
+
+    def offload(self, value: str, buffer: Tensor, copy: Copy) -> int:
+        """Copies to `buffer` on the host what of the value is this stage's alone. Returns the number of bytes."""
+        head, _, stage = value.partition(".")
+        device = self._backend.device
+        if head == "act":
+            saved = self._saved(stage)
+            return saved.offload(buffer, device, copy) if saved is not None else 0
+        program = self._programs[stage]
+        own = {name: self._env[name] for name in program.grad_inputs if self._num_uses[name] == 1}
+        parcel = Parcel(own.values(), device, buffer.numel())
+        away = {n: (Geometry.of(t), start) for n, t in own.items() if (start := parcel.start(t)) is not None}
+        self._boundaries[stage] = _Boundary(parcel, away)
+        parcel.pack(buffer, copy)
+        return parcel.num_bytes
+
+    def leave(self, value: str, *, poisoned: bool = False) -> None:
+        """Frees on the device what :meth:`offload` has copied. `poisoned`: fills it with NaN, where nobody else has it."""
+        head, _, stage = value.partition(".")
+        saved = self._saved(stage)
+        if head == "act":
+            memory = [] if saved is None else saved.leave()
+        else:
+            memory = self._boundaries[stage].parcel.let_go()
+            for name in self._boundaries[stage].away:
+                del self._env[name]
+                if saved is not None:
+                    saved.unbind_input(name)
+        if poisoned:
+            kept = [t for graph in self._graphs.values() if graph.saved is not None for t in graph.saved.kept()]
+            used = {storage_of(t) for t in (*self._env.values(), *kept)}
+            for freed in memory:
+                if storage_of(freed) not in used:
+                    poison(freed)
+
+    def reload(self, value: str, buffer: Tensor, slot: Tensor, copy: Copy) -> int:
+        """Copies the value from `buffer` to `slot`, where the backward finds it. Returns the number of bytes."""
+        head, _, stage = value.partition(".")
+        if head == "act":
+            saved = self._saved(stage)
+            return saved.reload(buffer, slot, copy) if saved is not None else 0
+        boundary = self._boundaries[stage]
+        size, boundary.slot = boundary.parcel.num_bytes, slot
+        copy(slot[:size], buffer[:size])
+        return size
+
+    def _inputs_back(self, stage: str) -> dict[str, Tensor]:
+        """The stage's inputs, those that were on the host from the slot that they came back to."""
+        if (boundary := self._boundaries.pop(stage, None)) is not None:
+            assert boundary.slot is not None, f"{stage}: its inputs are not back from the host"
+            self._env |= {name: geometry.over(boundary.slot, start) for name, (geometry, start) in boundary.away.items()}
+        return {name: self._env[name] for name in self._programs[stage].inputs}
+
+    def _saved(self, stage: str) -> SavedTensors | None:
+        graph = self._graphs.get(stage)
+        return None if graph is None else graph.saved
+
     # ---- gradients ----
 
     def _differentiate(
@@ -246,7 +328,7 @@ class StageRunner:
         found = iter(torch.autograd.grad(outputs, sources, seeds, allow_unused=True) if sources else ())
         for name, grad in zip(graph.inputs, found, strict=False):
             if grad is not None:
-                self._grads[name] = grad
+                self._grads[name] = grad.clone() if graph.saved is not None and graph.saved.borrows(grad) else grad
         present: dict[str, bool] = {}
         for group, leaves in params.items():
             flat, accumulate = slots[group]
@@ -278,7 +360,7 @@ class StageRunner:
         for name in set(program.inputs):
             self._uses_left[name] -= 1
             if not self._uses_left[name]:
-                del self._env[name]
+                self._env.pop(name, None)  # without loss there may be no way back from the host
 
     # ---- what a recompute must find as it was ----
 

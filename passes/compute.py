@@ -28,7 +28,7 @@ class Compute(Pass):
         ops.append(self.epilogue())
         if self.training:
             for stage in reversed(self.layers.layers):
-                ops += [] if self.retains(stage) else [self.recompute(stage)]
+                ops += [] if self.keeps(stage) else [self.recompute(stage)]
                 ops.append(self.backward(stage))
             prologue = self.layers.stages[0]
             if any(g.trainable for g in self.groups(prologue)):
@@ -36,9 +36,9 @@ class Compute(Pass):
         groups = tuple(replace(g, params=()) for g in self.layers.groups)  # the ops need sizes; names stay in the LayerGraph
         return graph.with_(ops=self.number_gradients(ops), groups=groups, world_size=self.layers.world_size)
 
-    def retains(self, stage: Stage) -> bool:
-        kind, act = stage.kind, self.decisions.activation(stage)
-        return self.training and kind is StageKind.LAYER and act is Activation.RETAIN
+    def keeps(self, stage: Stage) -> bool:
+        """True if what the stage's forward saves is not dropped."""
+        return self.training and self.decisions.activation(stage) in (Activation.RETAIN, Activation.OFFLOAD)
 
     def groups(self, stage: Stage) -> list[Group]:
         return [self.layers.group(name) for name in stage.groups]
@@ -64,7 +64,7 @@ class Compute(Pass):
         else:
             reads = (Ref(f"h.{stage.name}"), Ref("const"))
             name, kind = f"fwd.{stage.name}", OpKind.FORWARD
-            out += (Ref(f"act.{stage.name}"),) * self.retains(stage)
+            out += (Ref(f"act.{stage.name}"),) * self.keeps(stage)
         return Op(name, kind, Stream.GPU, stage.name, None, reads + self.weight_refs(stage, "fwd"), out,
                   bytes=after.boundary_bytes, flops=stage.flops)
 

@@ -1,9 +1,9 @@
 """The pipeline: LayerGraph and decisions in, verified OpGraph out. One place that dumps, times and verifies.
 
-    compute -> slots -> delivery -> gradients -> updates -> residency -> dependences -> prune -> (verify)
+    compute -> slots -> delivery -> activations -> gradients -> updates -> residency -> dependences -> prune -> (verify)
 
 Gradients come after deliveries because both are inserted right behind a backward: a reduction must not queue behind the
-delivery of a layer that is needed later.
+delivery of a layer that is needed later. So do activations, which are needed sooner than the weights issued with them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import OpGraph
+from slidedp.passes.activations import Activations
 from slidedp.passes.base import Pass
 from slidedp.passes.compute import Compute
 from slidedp.passes.delivery import Delivery
@@ -24,7 +25,9 @@ from slidedp.passes.slots import Slots
 from slidedp.passes.updates import Updates
 from slidedp.passes.verify import verify
 
-PIPELINE: tuple[type[Pass], ...] = (Compute, Slots, Delivery, Gradients, Updates, ResidentUpdates, Dependences, Prune)
+PIPELINE: tuple[type[Pass], ...] = (
+    Compute, Slots, Delivery, Activations, Gradients, Updates, ResidentUpdates, Dependences, Prune,
+)  # fmt: skip
 
 
 def lower(

@@ -217,6 +217,9 @@ def check_fits(s: Subject) -> Found:
     pools = {slot.name: slot for slot in s.graph.slots}
     for a in s.accesses:
         group = s.graph.group_by_name.get(a.ref.group)
+        if a.op.kind in (OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD) and a.op.bytes > pools[slot_name(a.ref).rpartition("[")[0]].bytes:
+            message = f"{a.op.name} {a}: {format_bytes(a.op.bytes)}, more than the slot has"
+            yield Violation("fits", message, (a.op.name,), a.ref.value, a.ref.place)
         if a.op.kind not in (OpKind.H2D, OpKind.D2H) or not (a.op.bytes and a.ref.place and group):
             continue
         copied = sum(hi - lo for lo, hi in a.ref.ranges(group, s.graph.world_size, 0))
@@ -231,7 +234,8 @@ def check_fits(s: Subject) -> Found:
 def check_budgets(s: Subject) -> Found:
     """Slots are allocated once, for good: their sum is the prefix that counts."""
     for memory, budget in (("hbm", s.hbm_budget), ("pinned", s.pinned_budget)):
-        slots = [slot for slot in s.graph.slots if slot.memory == memory]
+        kinds = ("hbm", "allocator") if memory == "hbm" else (memory,)
+        slots = [slot for slot in s.graph.slots if slot.memory in kinds]
         need = sum(slot.count * slot.bytes for slot in slots)
         if budget is not None and need > budget:
             parts = ", ".join(f"{_size(slot)}" for slot in sorted(slots, key=lambda x: -x.count * x.bytes)[:4])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slidedp.compiler.decisions import Activation
 from slidedp.compiler.tracer import Trace, trace
 from slidedp.executor.backend import CpuBackend, poison
 from slidedp.executor.binding import Binding
@@ -82,7 +83,7 @@ class Bench:
         self.runner.start(batch)
         self.runner.prologue(self.of(first))
         for name in layers:
-            self.runner.forward(name, self.of(name), name in self.retain)
+            self.runner.forward(name, self.of(name), Activation.RETAIN if name in self.retain else Activation.RECOMPUTE)
 
     def back_from_loss(self, seed: float = 1.0, has_tokens: bool = True) -> Tensor:
         first, *layers, last = [s.name for s in self.graph.stages]

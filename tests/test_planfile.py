@@ -77,7 +77,8 @@ def test_it_is_small_and_readable() -> None:
     assert list(content["decisions"]) == ["prologue", "L00-L34", "L35", "epilogue"]
     assert content["decisions"]["L35"]["act"] == "retain"
     assert content["decisions"]["L00-L34"] == {"delivery": "replicated", "source": "shadow", "delivery_chunks": 6,
-                                               "reduction": "gpu", "return_chunks": 6, "act": "recompute"}  # fmt: skip
+                                               "reduction": "gpu", "return_chunks": 6, "act": "recompute",
+                                               "boundary": "hbm"}  # fmt: skip
     assert [row["name"] for row in content["model"]["stages"]] == ["prologue", "L00-L35", "epilogue"]
     assert content["model"]["groups"][1] == {"name": "L00-L35", "numel": 100930560, "num_trainable": 100930560, "uses": ["self"]}
 
@@ -114,7 +115,7 @@ def test_shared_groups_survive(tmp_path: Path) -> None:
         (lambda c: c["plan"].update(windows=3), "plan: unknown key 'windows'; allowed: window, grad_slots"),
         (lambda c: c["plan"].update(window=0), "plan: window: 0 is less than 1"),
         (lambda c: c["plan"].update(window="3"), "plan: window: expected a whole number, got '3' (str)"),
-        (lambda c: c["decisions"]["L00-L03"].update(act="offload"), "act: 'offload' is not available in this version"),
+        (lambda c: c["decisions"]["L00-L03"].update(act="selective"), "act: 'selective' is not available in this version"),
         (lambda c: c["decisions"]["L00-L03"].update(delivery="wire"), "'wire' is unknown; allowed: replicated, sharded"),
         (lambda c: c["decisions"]["L00-L03"].update(delivery=["sharded"]), "delivery: ['sharded'] is unknown"),
         (lambda c: c["decisions"]["L00-L03"].update(return_chunks=0), "return_chunks: 0 is less than 1"),
@@ -221,8 +222,8 @@ def test_policy_layers_over_globals() -> None:
         ({"windows": 3}, "policy: unknown key 'windows'; allowed: window,"),
         ({"window": 0}, "policy: window: 0 is less than 1"),
         ({"chunks": "four"}, "policy: delivery_chunks: expected a whole number"),
-        ({"act": "offload"}, "act: 'offload' is not available in this version; available: retain, recompute"),
-        ({"act": "sometimes"}, "act: 'sometimes' is unknown; allowed: retain, recompute"),
+        ({"act": "selective"}, "act: 'selective' is not available in this version; available: retain, offload, recompute"),
+        ({"act": "sometimes"}, "act: 'sometimes' is unknown; allowed: retain, offload, recompute"),
         ({"layers": {"L12": {"chunks": 1}}}, "no group 'L12'; it has prologue, L00-L11, epilogue"),
         ({"layers": {"L10-L12": {"chunks": 1}}}, "no group 'L12'"),
         ({"layers": {"L05-L03": {"chunks": 1}}}, "the range L05-L03 ends before it begins"),

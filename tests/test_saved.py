@@ -12,7 +12,9 @@ import torch
 from stage_bench import AWKWARD, Bench, compare, made
 from torch import Tensor, nn
 
-from slidedp.executor.saved import SavedTensors, enter, num_bytes, storage_of
+from slidedp.compiler.decisions import Activation
+from slidedp.executor.parcels import num_bytes, storage_of
+from slidedp.executor.saved import SavedTensors, enter
 
 pytestmark = pytest.mark.cpu
 
@@ -204,3 +206,22 @@ def test_a_saved_tensor_that_is_overwritten_is_noticed() -> None:
     y.detach().mul_(2)
     with pytest.raises(RuntimeError, match=r"layer L07 \(Block\): a tensor that its backward needs .* version 1, 0 was saved"):
         out.backward()
+
+
+CASES = {case.name: case for case in tiny_models.plain_cases() + tiny_models.family_cases(("padded",))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_what_a_forward_keeps(name: str) -> None:
+    """Beside its inputs. On a GPU dropout keeps a byte an element, not the compute dtype's, and some kernels pad a mask."""
+    case = CASES[name]
+    batch = case.batch(1)
+    bench = Bench(case.model(), batch, case.loss_fn)
+    runner = bench.runner
+    runner.start(batch)
+    runner.prologue(bench.of("prologue"))
+    for stage, program in zip(bench.graph.layers, bench.trace.programs[1:-1], strict=True):
+        inputs = {storage_of(runner._env[n]) for n in program.inputs}
+        runner.forward(stage.name, bench.of(stage.name), Activation.RETAIN)
+        kept = [t for t in runner._graphs[stage.name].saved.kept() if storage_of(t) not in inputs]
+        assert num_bytes(kept) == stage.activation_bytes, stage.name
