@@ -180,6 +180,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a.T @ b`` in the precision of `total`."""
     if total.dtype == a.dtype:
         total.addmm_(a.t(), b)
+    elif total.is_meta:
+        return  # torch 2.11 has no such product there; it takes no memory of its own
     elif total.device.type == "cpu":
         total.add_(a.t() @ b)  # the CPU has no product of this kind: each chunk's is rounded
     else:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
+from slidedp.compiler.costs import CostModel, ResolvedCosts
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, default_decisions, num_head_chunks
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
-from slidedp.compiler.measured import MeasuredCosts, Measurement
+from slidedp.compiler.measured import Measurement
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.simulate import Timeline, simulate
+from slidedp.compiler.predict import predict, price
+from slidedp.compiler.simulate import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
@@ -56,12 +56,6 @@ class Settings:
     cache_dir: Path | None = None
     update_threads: int | None = None
 
-    @property
-    def analytic(self) -> AnalyticCostModel:
-        """Of ops alone: what they take from one another is simulated."""
-        threads = None if self.update_threads is None else self.update_threads * self.world_size
-        return AnalyticCostModel(self.world_size, DTYPE_NAMES[self.compute_dtype], alone=True, update_threads=threads)
-
 
 @dataclass(frozen=True, eq=False)
 class Specialisation:
@@ -91,13 +85,9 @@ class Specialisation:
         return self.costs_of(self.graph)
 
     def costs_of(self, graph: OpGraph) -> ResolvedCosts:
-        measured = MeasuredCosts.of(self.measurement, self.layers)
-        return resolve(graph.ops, self.settings.hw, self.settings.analytic, self.settings.cost_model, measured)
-
-    def timeline_of(self, graph: OpGraph, costs: ResolvedCosts) -> Timeline:
-        """Ops that run at once share what the machine has."""
-        contention = Contention(self.settings.hw, self.layers.world_size, costs.num_bytes)
-        return simulate(graph, costs.duration_us, contention=contention)
+        s = self.settings
+        threads = None if s.update_threads is None else s.update_threads * s.world_size
+        return price(graph, self.layers, s.hw, cost_model=s.cost_model, measurement=self.measurement, update_threads=threads)
 
     @cached_property
     def default_step_us(self) -> int | None:
@@ -109,12 +99,12 @@ class Specialisation:
         if defaults == self.decisions:
             return self.timeline.step_us
         graph = lower(self.layers, defaults, hbm_budget=self.settings.hbm_budget)
-        return self.timeline_of(graph, self.costs_of(graph)).step_us
+        return predict(graph, self.costs_of(graph), self.settings.hw).step_us
 
     @cached_property
     def timeline(self) -> Timeline:
         """Of a training step."""
-        return self.timeline_of(self.graph, self.costs)
+        return predict(self.graph, self.costs, self.settings.hw)
 
     def signature(self, *, training: bool) -> int:
         """Of the ops in order: ranks whose signatures differ would issue different collectives."""

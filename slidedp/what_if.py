@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slidedp.compiler.costs import AnalyticCostModel, CostModel, resolve
+from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import Budgets, PlanFile
-from slidedp.compiler.simulate import Timeline, simulate
+from slidedp.compiler.predict import predict, price
+from slidedp.compiler.timeline import Timeline
 from slidedp.hardware import builtin_profiles, load_profile
 from slidedp.passes.pipeline import lower
 
@@ -37,14 +39,14 @@ class WhatIf:
     hw: HardwareProfile
     budgets: Budgets
     cost_model: CostModel | None = None
+    measurement: Measurement | None = None
 
     def outcome(self, decisions: Decisions, *, verified: bool = True) -> Outcome:
         """Raises ValueError, saying why, for decisions that do not fit the budgets or (`verified`) make no sound graph."""
         memory = check_budgets(self.layers, decisions, self.budgets.hbm_bytes, self.budgets.host_bytes)
         graph = lower(self.layers, decisions, hbm_budget=self.budgets.hbm_bytes, verified=verified)
-        analytic = AnalyticCostModel(self.layers.world_size, self.layers.compute_dtype)
-        costs = resolve(graph.ops, self.hw, analytic, self.cost_model)
-        return Outcome(self.layers, decisions, graph, simulate(graph, costs.duration_us), memory)
+        costs = price(graph, self.layers, self.hw, cost_model=self.cost_model, measurement=self.measurement)
+        return Outcome(self.layers, decisions, graph, predict(graph, costs, self.hw), memory)
 
 
 def what_if(
@@ -65,7 +67,8 @@ def what_if(
                      "of the analytic one")
     if plan.edited:
         notes.append("decisions were edited since the plan was made: these figures are of the decisions as they are now")
-    return WhatIf(plan.layers, profile, plan.budgets, cost_model), tuple(notes)
+    measurement = plan.costs.measurement if plan.costs else None
+    return WhatIf(plan.layers, profile, plan.budgets, cost_model, measurement), tuple(notes)
 
 
 def profile_of(plan: PlanFile) -> HardwareProfile:

@@ -19,7 +19,8 @@ from throughput import build, tokens
 import slidedp
 from slidedp.compiler.costs import ResolvedCosts
 from slidedp.compiler.measured import Measurement
-from slidedp.compiler.simulate import Timeline, simulate
+from slidedp.compiler.predict import predict
+from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.units import format_bytes
 from slidedp.hardware import detect
 
@@ -78,7 +79,7 @@ def comparison(plan: slidedp.Plan, measured: Timeline) -> str:
     for name, hw in (("built-in", builtin), ("tables", spec.settings.hw)):
         for stages in (False, True):
             costs = predicted_costs(plan, hw, measured=stages)
-            columns[name + (" + stages" if stages else "")] = simulate(spec.graph, costs.duration_us)
+            columns[name + (" + stages" if stages else "")] = predict(spec.graph, costs, hw)
     columns["measured"] = measured
     streams = [s for s in measured.busy_us if any(s in c.busy_us for c in columns.values())]
     rows = [("step", [c.step_us for c in columns.values()])]

@@ -1,0 +1,34 @@
+"""A graph's costs and its timeline: the one way from ops to a predicted step, for plans that run and for those on paper."""
+
+from __future__ import annotations
+
+from slidedp.compiler.contention import Contention
+from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.measured import MeasuredCosts, Measurement
+from slidedp.compiler.ops import OpGraph
+from slidedp.compiler.simulate import simulate
+from slidedp.compiler.timeline import Timeline
+
+
+def price(
+    graph: OpGraph,
+    layers: LayerGraph,
+    hw: HardwareProfile,
+    *,
+    cost_model: CostModel | None = None,
+    measurement: Measurement | None = None,
+    update_threads: int | None = None,
+) -> ResolvedCosts:
+    """Of every op alone: from the user's cost model where it speaks, else as measured, else analytic.
+
+    `update_threads`: of all ranks together, where known. Raises as :func:`~slidedp.compiler.costs.resolve`.
+    """
+    analytic = AnalyticCostModel(layers.world_size, layers.compute_dtype, alone=True, update_threads=update_threads)
+    return resolve(graph.ops, hw, analytic, cost_model, MeasuredCosts.of(measurement or Measurement(), layers))
+
+
+def predict(graph: OpGraph, costs: ResolvedCosts, hw: HardwareProfile) -> Timeline:
+    """The steady step of `graph`: ops that run at once share what the machine has."""
+    return simulate(graph, costs.duration_us, contention=Contention(hw, graph.world_size, costs.num_bytes))
