@@ -24,7 +24,7 @@ from torch import nn
 from training import state_of
 
 import slidedp
-from slidedp import calibrate
+from slidedp import calibrate, hardware
 from slidedp.cache import cache_folder, machine_hash
 from slidedp.cli import main
 from slidedp.compiler.costrecord import CostRecord
@@ -36,6 +36,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.tables import Load, Quantity
 from slidedp.compiler.tracer import trace
 from slidedp.executor.measure.lab import num_ops, overlapping
+from slidedp.executor.measure.machine import MachineFigures
 from slidedp.executor.measure.stages import measure_stages
 from slidedp.hardware import detect, load_profile
 from slidedp.progress import progress_bar
@@ -95,6 +96,22 @@ def test_auto_is_what_was_measured_here(profiled):
     profile, kept = profiled
     if not torch.cuda.is_available():
         assert load_profile("auto", cache_dir=kept) == profile
+
+
+def test_measure_by_name(profiled, tmp_path, monkeypatch):
+    """ "measure" measures every time, and is "auto" from then on; so is `HardwareProfile.measure()`."""
+    known, _ = profiled
+    rates = {f: getattr(known, f) for f in ("h2d_gbps", "cpu_adam_gparams")}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(hardware, "measure_machine", lambda *_, **options: MachineFigures(rates, known.tables))
+    found = load_profile("measure", cache_dir=tmp_path)
+    assert (found.h2d_gbps, found.tables) == (known.h2d_gbps, known.tables)
+    assert load_profile("auto", cache_dir=tmp_path) == found
+    rates["h2d_gbps"] = 3.5
+    assert slidedp.HardwareProfile.measure(cache_dir=tmp_path, keep=False).h2d_gbps == 3.5
+    assert load_profile("auto", cache_dir=tmp_path) == found
+    assert load_profile("measure", cache_dir=tmp_path) != found
+    assert load_profile("auto", cache_dir=tmp_path).h2d_gbps == 3.5
 
 
 def test_a_damaged_profile_is_a_warning(profiled, tmp_path, monkeypatch):

@@ -59,7 +59,8 @@ def measure_stages(
 
 def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Backend,
          dtypes: tuple[torch.dtype, torch.dtype]) -> list[PhaseCost]:
-    lab, binding = Lab(backend, SingleRank(), 0.0), Binding(model, mini.graph.groups)
+    binding = Binding(model, mini.graph.groups)  # it may refuse the model
+    lab = Lab(backend, SingleRank(), 0.0)
     try:
         with torch.inference_mode(False):
             parts = _Pipeline(mini, binding, backend, batch, dtypes).parts()
