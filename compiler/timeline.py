@@ -38,7 +38,8 @@ class Leg:
 
     def __str__(self) -> str:
         first, last = self.layers[0], self.layers[-1]
-        return f"{self.kind} {first}" if first == last else f"{self.kind} {first}…{last}"
+        where = first if first == last else f"{first}…{last}"
+        return str(self.kind) if where == self.kind else f"{self.kind} {where}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Timeline:
 
 
 def shortened(cycle: Sequence[Leg], longest: int = 8) -> tuple[Leg, ...]:
-    """At most `longest` legs: the ones that take most of the time, in order of time, equal neighbours joined."""
+    """At most `longest` legs: the ones that take most of the time, in order of time."""
     kept = sorted(sorted(range(len(cycle)), key=lambda i: -cycle[i].us)[:longest])
     return tuple(cycle[i] for i in kept)
 

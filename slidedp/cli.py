@@ -101,8 +101,8 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--model", required=True, metavar="PRESET|CONFIG",
                       help="Hugging Face config (directory or file) or " + ", ".join(PRESETS))
     plan.add_argument("--hw", required=True, metavar="NAME|YAML", help="auto, measure, YAML or " + ", ".join(builtin_profiles()))
-    plan.add_argument("--batch", type=positive, required=True, help="sequences per rank")
-    plan.add_argument("--seq", type=positive, required=True, help="tokens per sequence")
+    plan.add_argument("--batch", type=positive, default=1, help="sequences per rank; default: 1")
+    plan.add_argument("--seq", type=positive, default=1024, help="tokens per sequence; default: 1024")
     plan.add_argument("--ranks", type=positive, help="default: the machine's number of GPUs")
     plan.add_argument("--policy", metavar="YAML", help="choices to pin: a policy, or a plan whose decisions to take over")
     plan.add_argument("--fix", action="append", default=[], metavar="[LAYER.]KEY=VALUE", help="pin one choice, e.g. L03.chunks=4")

@@ -29,7 +29,7 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True)
 class Case:
-    """One point of a sweep. `batch`: sequences a rank. `chosen`: the rule, left alone, decides the same.
+    """One point of a sweep. `batch`: sequences a rank. `chosen`: the rule, left alone, takes `route` for the layers.
 
     `tokens_per_s`: of all ranks. `problem`: what does not fit, in words; then there is no timeline.
     """
@@ -80,7 +80,8 @@ class Sweep:
         except ValueError as e:
             decide(draft.layers, replace(settings, hbm_budget=UNLIMITED, host_budget=UNLIMITED))  # a wrong policy raises here
             return Case(batch, ranks, route, problem=str(e))
-        chosen = decide(draft.layers, self.settings(ranks, self.hbm_budget, self.host_budget)) == decisions
+        alone = decide(draft.layers, self.settings(ranks, self.hbm_budget, self.host_budget))
+        chosen = {alone.of(g.name).delivery for g in draft.layers.groups if draft.layers.streams(g)} == {route}
         spec = self.specialise(draft, decisions, settings, (ranks, route))
         return Case(batch, ranks, route, chosen, spec.timeline, memory_of(spec), predicted_tokens_per_s(spec))
 
@@ -128,7 +129,7 @@ def row(case: Case, routes: Sequence[Case]) -> str:
     """One case; `routes`: all of its batch and ranks, the best first."""
     head = (str(case.ranks), str(case.batch), str(case.route))
     if case.timeline is None or case.memory is None:
-        return f"{aligned(head)}  does not fit: {case.problem}"
+        return f"{aligned(head)}  does not fit: {case.problem.partition(': ')[2].partition(' (')[0]}"
     line, notes = case.timeline, []
     host = max((line.utilisation[s] for s in line.busy_us if s is not Stream.GPU), default=0.0)
     if case is routes[0] and len(routes) > 1 and routes[1].timeline:

@@ -199,5 +199,7 @@ def test_host_memory_bounds_a_real_plan(batch: int) -> None:
     assert line.step_us >= 0.999 * through_memory / hw.host_dram_gbps / 1e3
     assert line.step_us >= simulate(g, costs.duration_us).step_us
     assert line.steady
+    assert sum(line.exposed_by.values()) == pytest.approx(line.exposed_us, rel=0.01)
+    assert sum(leg.us for leg in line.cycle) == pytest.approx(line.cycle_steps * line.step_us, rel=1e-3)
     assert line.contended_us[OpKind.CPU_UPDATE] > 0
     assert line == simulate(g, costs.duration_us, contention=Contention(hw, 4))
