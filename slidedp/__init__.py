@@ -22,7 +22,7 @@ from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.segment import HostMemoryError
 from slidedp.executor.step import NonFiniteLoss, StepResult
 from slidedp.executor.words import PeerError
-from slidedp.explain import Report, explain
+from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
 from slidedp.plan import Plan

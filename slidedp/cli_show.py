@@ -11,7 +11,7 @@ from slidedp.compiler.memory_over_time import memory_over_time
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
-from slidedp.explain import explain
+from slidedp.explanation import explain
 from slidedp.page import write_page
 from slidedp.passes.pipeline import lower
 from slidedp.report import stage_table, summary, wrapped

@@ -33,7 +33,7 @@ from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine, MachineOptions
 from slidedp.executor.step import Step, StepResult
 from slidedp.executor.words import PeerError
-from slidedp.explain import Report, explain
+from slidedp.explanation import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, planfile_of

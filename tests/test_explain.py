@@ -20,7 +20,7 @@ from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import Op, OpKind, Stream
 from slidedp.compiler.planfile import Budgets, PlanFile
 from slidedp.compiler.simulate import simulate
-from slidedp.explain import COUNTS, Alternative, Report, Verdict, explain
+from slidedp.explanation import COUNTS, Alternative, Report, Verdict, explain
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 
