@@ -334,13 +334,17 @@ class Machine:
 
     def expose_model(self) -> None:
         """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
+        self.show_resident()
+        self.binding.restore()
+        self.exposed = True
+
+    def show_resident(self) -> None:
+        """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
         if self.resident:
             try:
                 self.resident.show(self.failure.check)
             except (PeerError, Aborted) as e:
                 raise self.failure.cause(e) from e
-        self.binding.restore()
-        self.exposed = True
 
     def take_back_model(self) -> None:
         """What the user may have written into the masters (``load_state_dict``) is in the shadow too from here on.
@@ -360,7 +364,7 @@ class Machine:
 
     def refresh(self) -> None:
         """What a rank (`changed`) may have written into masters is in HBM too from here on. On all ranks, none in a step."""
-        if self.resident:
+        if self.resident and self.resident.groups:
             self.synchronize()
             self.resident.upload()
         self.changed = False
@@ -381,8 +385,7 @@ class Machine:
         try:
             if self.streams.error is None:
                 self.synchronize()
-                if self.resident:
-                    self.resident.show(self.failure.check)
+                self.show_resident()
         finally:
             healthy = self.streams.error is None
             self.streams.close()

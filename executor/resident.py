@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 LOOK_S = 0.01
 """How often a rank looks whether another has asked for its part."""
 
+JOIN_S = 10.0
+"""How long `close` waits for the answering thread, whose device may have failed under it."""
+
 _PIECE = 1 << 24
 """Elements of FP32 masters that are on their way to the weights at a time."""
 
@@ -161,7 +164,7 @@ class ResidentState:
         """`rescue`: something has failed and nothing was shown: save what this rank has, if its device still answers."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(JOIN_S)
         if rescue and self._uploaded and self.groups:
             with suppress(Exception):
                 self.write_back()

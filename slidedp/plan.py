@@ -253,7 +253,8 @@ class Plan:
     def model(self) -> nn.Module:
         """The user's module; its parameters are views of the FP32 master weights, current until the next `run`.
 
-        What is written into them (``load_state_dict``) counts from the next `run` on.
+        Masters that live in HBM are copied to the host first, and back by the next `run`: 4 bytes a parameter each way over
+        the host link. What is written into them (``load_state_dict``) counts from the next `run` on.
         """
         if not self._closed:
             self.synchronize()
@@ -337,7 +338,7 @@ class Plan:
         return memory_of(self._spec)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved (parameters updated) by this rank so far, counted where the copies and kernels are called."""
+        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called."""
         return dict(self._machine.counters) if self._machine is not None else {}
 
     def __str__(self) -> str:
