@@ -26,7 +26,8 @@ HEADER = """\
 # made for. Predictions are of the decisions as planned: plan anew with `--policy THIS_FILE` to refresh them.
 """
 KEYS = ("format", "slidedp", "hardware", "cost_model", "world_size", "compute_dtype", "grad_dtype", "specialisation", "budgets",
-        "plan", "decisions", "predictions", "ops", "model")
+        "plan", "decisions", "predictions", "ops", "model", "solver")
+OPTIONAL = ("solver",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,24 @@ class Predictions:
     bottleneck: str
 
 
-Record = TypeVar("Record", Identity, Budgets, Predictions)
+@dataclass(frozen=True, slots=True)
+class SolverRecord:
+    """How decisions were found, and how good they are. `name`: cp-sat, or rule if the rule's plan was kept.
+
+    `step_us`, `bound_us`, `gap`: the step of the solver's model, the least that it proves possible with these slots, and how
+    much shorter that is. `simulated_us`: of the plan kept, `rule_us`: of the rule's plan. `rounds`: of solving and simulating.
+    """
+
+    name: str
+    step_us: int
+    bound_us: int
+    gap: float
+    simulated_us: int
+    rule_us: int
+    rounds: int
+
+
+Record = TypeVar("Record", Identity, Budgets, Predictions, SolverRecord)
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,8 @@ class PlanFile:
     model_hash: str
     params_hash: str = ""
     specialisation: dict[str, str | int] = field(default_factory=dict)
+    solver: SolverRecord | None = None
+    """None for decisions that were not solved for: pinned, the rule's, or from before there was a solver."""
 
     @property
     def world_size(self) -> int:
@@ -126,8 +146,10 @@ class PlanFile:
             "world_size": layers.world_size, "compute_dtype": layers.compute_dtype, "grad_dtype": layers.grad_dtype,
             "specialisation": self.specialisation, "budgets": asdict(self.budgets), **write_decisions(self.decisions),
             "predictions": asdict(self.predictions), "ops": {"hash": self.ops_hash, "decisions_hash": self.decisions_hash},
-            "model": identity | write_layers(layers),
         }  # fmt: skip
+        if self.solver is not None:
+            content["solver"] = asdict(self.solver)
+        content["model"] = identity | write_layers(layers)
         return HEADER + to_text(content)
 
     def dump(self, path: str | Path) -> None:
@@ -153,12 +175,13 @@ def make_planfile(
     budgets: Budgets,
     predictions: Predictions,
     specialisation: Mapping[str, str | int] | None = None,
+    solver: SolverRecord | None = None,
 ) -> PlanFile:
     """A plan with its hashes. `version`: slidedp's."""
     predictions = replace(predictions, tokens_per_s=round(predictions.tokens_per_s, 1))
     return PlanFile(
         version, layers, Identity(hw.name, hw.content_hash()), Identity(costs.name, costs.hash), budgets, decisions, predictions,
-        ops_hash(ops), decisions_hash(decisions), model_hash(layers), params_hash(layers), dict(specialisation or {}),
+        ops_hash(ops), decisions_hash(decisions), model_hash(layers), params_hash(layers), dict(specialisation or {}), solver,
     )  # fmt: skip
 
 
@@ -206,11 +229,16 @@ def _require_same_groups(planned: LayerGraph, here: LayerGraph) -> None:
             )
 
 
+def read_solver_record(value: object, where: str) -> SolverRecord:
+    """The record in a YAML mapping. ValueError, naming `where` and key, for anything unknown, missing or of another type."""
+    return _record(SolverRecord, value, f"{where}: solver")
+
+
 def _from_content(content: object, where: str) -> PlanFile:
     top = as_mapping(content, where)
     if top.get("format", FORMAT) != FORMAT:
         raise ValueError(f"{where}: format: {top['format']!r} is not one that this version reads ({FORMAT}); plan anew")
-    check_keys(top, KEYS, where)
+    check_keys(top, KEYS, where, required=[key for key in KEYS if key not in OPTIONAL])
     model = as_mapping(top["model"], f"{where}: model")
     check_keys(model, ("name", "hash", "params_hash", "stages", "groups"), f"{where}: model")
     layers = _read_graph(top, model, where)
@@ -229,6 +257,7 @@ def _from_content(content: object, where: str) -> PlanFile:
         model_hash=as_str(model["hash"], f"{where}: model: hash"),
         params_hash=as_str(model["params_hash"], f"{where}: model: params_hash"),
         specialisation=_read_specialisation(top["specialisation"], f"{where}: specialisation"),
+        solver=read_solver_record(top["solver"], where) if "solver" in top else None,
     )
 
 

@@ -37,7 +37,8 @@ def planfile_of(spec: Specialisation) -> PlanFile:
         step_us=timeline.step_us, tokens_per_s=predicted_tokens_per_s(spec), hbm_bytes=memory.hbm_bytes,
         host_bytes=memory.host_bytes, bottleneck=str(timeline.bottleneck))
     shapes = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
-    return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes)
+    return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes,
+                         spec.solver)
 
 
 def predicted_tokens_per_s(spec: Specialisation) -> float:
@@ -65,6 +66,7 @@ def summary(plan: PlanFile) -> str:
         "buffers": ", ".join(f"{key} {getattr(plan.decisions, key)}" for key in PLAN_KEYS),
     }
     predicted = {
+        **solver_facts(plan),
         "predicted": f"{format_duration(p.step_us)} a step, {p.tokens_per_s:,.0f} tokens/s, bound by {bound_by(p.bottleneck)}",
         "memory": f"device {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)}{each}, "
                   f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)}{together}",
@@ -78,6 +80,15 @@ def summary(plan: PlanFile) -> str:
         *(line for key, text in predicted.items() for line in wrapped(f"{key:<10}{text}")),
         *["decisions were edited: the predictions are of those before"] * plan.edited,
     ])  # fmt: skip
+
+
+def solver_facts(plan: PlanFile) -> dict[str, str]:
+    """How near to the best the plan is proven to be, and what the rule's would take; nothing for one that was not solved."""
+    s = plan.solver
+    if s is None:
+        return {}
+    kept = "the rule's plan kept" if s.name == "rule" else f"the rule's plan would take {format_duration(s.rule_us)}"
+    return {"solver": f"within {s.gap:.2%} of the bound {format_duration(s.bound_us)}, {kept}"}
 
 
 def decision_table(plan: PlanFile) -> Iterator[str]:
