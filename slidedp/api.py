@@ -16,9 +16,11 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
+from slidedp.decide import SOLVERS
 from slidedp.executor.machine import MachineOptions
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
+from slidedp.plancache import find_cache_dir
 from slidedp.planner import DTYPE_NAMES, Settings
 from slidedp.ranks import find_ranks
 
@@ -44,6 +46,9 @@ def compile(
     layers: Any = None,
     update_kernel: str = "auto",
     num_threads: int | None = None,
+    solver: str = "cp-sat",
+    hint: PlanFile | str | Path | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Plan:
     """Plan full-parameter training of `model`; the returned plan's `run(batch)` is one synchronous optimizer step.
 
@@ -54,7 +59,7 @@ def compile(
         example: a sample batch (this rank's share). Without it the plan is finished at the first `run`.
         loss_fn: ``(outputs, batch) -> (loss_sum, count)``; default: the model's own mean loss over its valid labels.
         optimizer: default ``AdamW()``.
-        policy: choices to pin: mapping, YAML path, or a loaded plan; the default rule fills the rest.
+        policy: choices to pin: mapping, YAML path, or a loaded plan; the solver fills the rest.
         cost_model: durations and bytes for ops it knows (see `CostModel`); the analytic model fills the rest.
         hbm_budget, host_budget: bytes or e.g. "20GiB".
         compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
@@ -63,6 +68,9 @@ def compile(
         layers: names of the modules to treat as layers, or a predicate ``(name, module) -> bool``.
         update_kernel: "native" (fused), "torch" (bit for bit torch.optim.AdamW in FP32) or "auto": native where it builds.
         num_threads: CPU threads of the update.
+        solver: "cp-sat" (never worse than the rule, in simulation; tiny steps are left to it) or "rule". Rank 0 decides for all.
+        hint: an earlier plan to start from, and to keep if it is as good as proven best.
+        cache_dir: where solved plans are kept; default $SLIDEDP_CACHE, else ~/.cache/slidedp; "" for nowhere.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -88,9 +96,20 @@ def compile(
         hw=load_profile(hw_profile), compute_dtype=compute, grad_dtype=grad, world_size=ranks.world_size,
         device=ranks.device, loss_fn=loss_fn, layers=layers, policy=load_policy(policy), cost_model=cost_model,
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
-        host_budget=None if host_budget is None else parse_bytes(host_budget))
+        host_budget=None if host_budget is None else parse_bytes(host_budget),
+        solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint), cache_dir=find_cache_dir(cache_dir))
     options = MachineOptions(update_kernel=update_kernel, num_threads=num_threads)
     return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
+
+
+def check_solver(solver: str) -> str:
+    if solver not in SOLVERS:
+        raise ValueError(f"solver={solver!r}: use {' or '.join(map(repr, SOLVERS))}")
+    return solver
+
+
+def load_hint(hint: PlanFile | str | Path | None) -> PlanFile | None:
+    return PlanFile.load(hint) if isinstance(hint, str | Path) else hint
 
 
 def load_policy(policy: Policy) -> Mapping[str, Any] | PlanFile | None:

@@ -10,20 +10,23 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import check_budgets, default_decisions
+from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph
 from slidedp.compiler.ops import OpGraph
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile import PlanFile, SolverRecord
 from slidedp.compiler.simulate import Timeline, simulate
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace
+from slidedp.decide import decide
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 
@@ -32,7 +35,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What `slidedp.compile` was asked for, checked. Budgets in bytes."""
+    """What `slidedp.compile` was asked for, checked. Budgets in bytes. `solver`, `hint`, `cache_dir`: see slidedp/decide.py."""
 
     hw: HardwareProfile
     compute_dtype: torch.dtype
@@ -45,6 +48,9 @@ class Settings:
     cost_model: CostModel | None = None
     hbm_budget: int | None = None
     host_budget: int | None = None
+    solver: str = "rule"
+    hint: PlanFile | None = None
+    cache_dir: Path | None = None
 
     @property
     def analytic(self) -> AnalyticCostModel:
@@ -61,6 +67,7 @@ class Specialisation:
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
+    solver: SolverRecord | None = None
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -110,6 +117,7 @@ class Planner:
         self.model, self.settings = model, settings
         self.groups: tuple[Group, ...] | None = None
         self.decisions: Decisions | None = None
+        self.chosen: AutoPlan | None = None
         self.trainable: tuple[bool, ...] = ()
         self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
 
@@ -138,7 +146,9 @@ class Planner:
         layers = replace(traced.graph, grad_dtype=DTYPE_NAMES[s.grad_dtype])
         if not any(g.trainable for g in layers.groups):
             raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
-        decisions = self.decisions or decide(layers, s)
+        if self.decisions is None:
+            self.chosen = decide(layers, s)
+        decisions = self.decisions or self.chosen.decisions
         check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
                       s.hw.host_bytes if s.host_budget is None else s.host_budget)
         shapes = {key: tuple(value.shape) for key, value in batch.items()}
@@ -146,7 +156,8 @@ class Planner:
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
-        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings)
+        record = self.chosen.record if self.chosen and self.chosen.decisions == decisions else None
+        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, record)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
@@ -175,13 +186,3 @@ def with_costs_of(graph: OpGraph, spec: Specialisation) -> OpGraph:
     fresh = {op.name: op for op in Compute(spec.layers, spec.decisions).run(OpGraph()).ops}
     ops = (replace(op, bytes=fresh[op.name].bytes, flops=fresh[op.name].flops) if op.name in fresh else op for op in graph.ops)
     return graph.with_(ops=tuple(ops))
-
-
-def decide(layers: LayerGraph, settings: Settings) -> Decisions:
-    """Defaults for what nobody pinned, the policy for the rest; a loaded plan must be of this model and rank count."""
-    policy = settings.policy
-    if isinstance(policy, PlanFile):
-        policy.require(layers)
-        return policy.decisions
-    return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
-                             host_budget=settings.host_budget)
