@@ -24,6 +24,7 @@ from typing import Any
 
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import MemoryReport, estimate_memory
@@ -145,17 +146,17 @@ def check_head(graph: LayerGraph, decisions: Decisions) -> None:
 
 
 def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host_budget: int) -> MemoryReport:
-    """What the plan needs. ValueError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
+    """What the plan needs. BudgetError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
     memory = estimate_memory(graph, decisions)
     if memory.hbm_bytes > hbm_budget:
-        raise ValueError(
+        raise BudgetError(
             f"{graph.model or 'model'}: a window of {decisions.window} weight slots needs {format_bytes(memory.hbm_bytes)} "
             f"of HBM, {format_bytes(memory.hbm_bytes - hbm_budget)} more than the budget of {format_bytes(hbm_budget)} "
             f"({_largest(memory.hbm)}); use fewer or shorter sequences, a smaller window, or raise hbm_budget"
         )
     if memory.host_bytes > host_budget:
         remedy = "pin source=cast, which needs no shadow, " if memory.host["shadow"] else "use a host with more memory "
-        raise ValueError(
+        raise BudgetError(
             f"{graph.model or 'model'}: the training state needs {format_bytes(memory.host_bytes)} of host memory, "
             f"{format_bytes(memory.host_bytes - host_budget)} more than the budget of {format_bytes(host_budget)} "
             f"({_largest(memory.host)}); {remedy}or raise host_budget"

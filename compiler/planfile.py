@@ -28,7 +28,7 @@ HEADER = """\
 """
 KEYS = ("format", "slidedp", "hardware", "cost_model", "world_size", "compute_dtype", "grad_dtype", "specialisation", "budgets",
         "plan", "decisions", "predictions", "ops", "model")
-OPTIONAL_KEYS = ("costs",)
+OPTIONAL_KEYS = ("costs", "solver")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,24 @@ class Predictions:
     bottleneck: str
 
 
-Record = TypeVar("Record", Identity, Budgets, Predictions)
+@dataclass(frozen=True, slots=True)
+class SolverRecord:
+    """How decisions were found, and how good they are. `name`: cp-sat, or rule if the rule's plan was kept.
+
+    `step_us`, `bound_us`, `gap`: the step of the solver's model, the least that it proves possible with these slots, and how
+    much shorter that is. `simulated_us`: of the plan kept, `rule_us`: of the rule's plan. `rounds`: of solving and simulating.
+    """
+
+    name: str
+    step_us: int
+    bound_us: int
+    gap: float
+    simulated_us: int
+    rule_us: int
+    rounds: int
+
+
+Record = TypeVar("Record", Identity, Budgets, Predictions, SolverRecord)
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,8 @@ class PlanFile:
     specialisation: dict[str, str | int] = field(default_factory=dict)
     costs: CostRecord | None = None
     """Where something was measured."""
+    solver: SolverRecord | None = None
+    """None for decisions that were not solved for: pinned, the rule's, or from before there was a solver."""
 
     @property
     def world_size(self) -> int:
@@ -131,8 +150,10 @@ class PlanFile:
             "specialisation": self.specialisation, "budgets": asdict(self.budgets), **write_decisions(self.decisions),
             "predictions": asdict(self.predictions), **({} if self.costs is None else {"costs": self.costs.to_content()}),
             "ops": {"hash": self.ops_hash, "decisions_hash": self.decisions_hash},
-            "model": identity | write_layers(layers),
         }  # fmt: skip
+        if self.solver is not None:
+            content["solver"] = asdict(self.solver)
+        content["model"] = identity | write_layers(layers)
         return HEADER + to_text(content)
 
     def dump(self, path: str | Path) -> None:
@@ -159,13 +180,14 @@ def make_planfile(
     predictions: Predictions,
     specialisation: Mapping[str, str | int] | None = None,
     cost_record: CostRecord | None = None,
+    solver: SolverRecord | None = None,
 ) -> PlanFile:
     """A plan with its hashes. `version`: slidedp's."""
     predictions = replace(predictions, tokens_per_s=round(predictions.tokens_per_s, 1))
     return PlanFile(
         version, layers, Identity(hw.name, hw.content_hash()), Identity(costs.name, costs.hash), budgets, decisions, predictions,
         ops_hash(ops), decisions_hash(decisions), model_hash(layers), params_hash(layers), dict(specialisation or {}),
-        cost_record,
+        cost_record, solver,
     )  # fmt: skip
 
 
@@ -213,6 +235,11 @@ def _require_same_groups(planned: LayerGraph, here: LayerGraph) -> None:
             )
 
 
+def read_solver_record(value: object, where: str) -> SolverRecord:
+    """The record in a YAML mapping. ValueError, naming `where` and key, for anything unknown, missing or of another type."""
+    return _record(SolverRecord, value, f"{where}: solver")
+
+
 def _from_content(content: object, where: str) -> PlanFile:
     top = as_mapping(content, where)
     if top.get("format", FORMAT) != FORMAT:
@@ -237,6 +264,7 @@ def _from_content(content: object, where: str) -> PlanFile:
         params_hash=as_str(model["params_hash"], f"{where}: model: params_hash"),
         specialisation=_read_specialisation(top["specialisation"], f"{where}: specialisation"),
         costs=read_costs(top["costs"], f"{where}: costs") if "costs" in top else None,
+        solver=read_solver_record(top["solver"], where) if "solver" in top else None,
     )
 
 

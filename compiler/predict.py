@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, resolve
+from slidedp.compiler.costs import AnalyticCostModel, CostModel, ResolvedCosts, WithFallback, resolve
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.measured import MeasuredCosts, Measurement
@@ -12,21 +12,24 @@ from slidedp.compiler.simulate import simulate
 from slidedp.compiler.timeline import Timeline
 
 
-def price(
-    graph: OpGraph,
+def cost_model_of(
     layers: LayerGraph,
-    hw: HardwareProfile,
     *,
     cost_model: CostModel | None = None,
     measurement: Measurement | None = None,
     update_threads: int | None = None,
-) -> ResolvedCosts:
-    """Of every op alone: from the user's cost model where it speaks, else as measured, else analytic.
+) -> WithFallback:
+    """What every op of a plan of `layers` costs alone: the user's word, else as measured, else analytic.
 
-    `update_threads`: of all ranks together, where known. Raises as :func:`~slidedp.compiler.costs.resolve`.
+    `update_threads`: of all ranks together, where known.
     """
     analytic = AnalyticCostModel(layers.world_size, layers.compute_dtype, alone=True, update_threads=update_threads)
-    return resolve(graph.ops, hw, analytic, cost_model, MeasuredCosts.of(measurement or Measurement(), layers))
+    return WithFallback(analytic, cost_model, MeasuredCosts.of(measurement or Measurement(), layers))
+
+
+def price(graph: OpGraph, model: WithFallback, hw: HardwareProfile) -> ResolvedCosts:
+    """The costs of one graph. Raises as :func:`~slidedp.compiler.costs.resolve`."""
+    return resolve(graph.ops, hw, model.analytic, model.user, model.measured)
 
 
 def predict(graph: OpGraph, costs: ResolvedCosts, hw: HardwareProfile) -> Timeline:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.optimizer import AdamW
@@ -16,6 +17,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
+from slidedp.decide import SOLVERS
 from slidedp.executor.machine import MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
@@ -45,6 +47,8 @@ def compile(
     update_kernel: str = "auto",
     num_threads: int | None = None,
     measure: bool | str | None = None,
+    solver: str = "cp-sat",
+    hint: PlanFile | str | Path | None = None,
     cache_dir: str | Path | None = None,
 ) -> Plan:
     """Plan full-parameter training of `model`; the returned plan's `run(batch)` is one synchronous optimizer step.
@@ -57,7 +61,7 @@ def compile(
         example: a sample batch (this rank's share). Without it the plan is finished at the first `run`.
         loss_fn: ``(outputs, batch) -> (loss_sum, count)``; default: the model's own mean loss over its valid labels.
         optimizer: default ``AdamW()``.
-        policy: choices to pin: mapping, YAML path, or a loaded plan; the default rule fills the rest.
+        policy: choices to pin: mapping, YAML path, or a loaded plan; the solver fills the rest.
         cost_model: durations and bytes for ops it knows (see `CostModel`); the analytic model fills the rest.
         hbm_budget, host_budget: bytes or e.g. "20GiB".
         compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
@@ -69,7 +73,9 @@ def compile(
         measure: the model's stages on this device, for the first batch's shapes, before anything is decided: "cached": what was
             measured before, else measure (a second or two) and keep; True: measure anew; False: analytic costs alone. Default:
             "cached" on CUDA, False on the CPU. Neither weights nor random numbers change.
-        cache_dir: where measurements are kept; default: ``~/.cache/slidedp``.
+        solver: "cp-sat" (never worse than the rule, in simulation; tiny steps are left to it) or "rule". Rank 0 decides for all.
+        hint: an earlier plan to start from, and to keep if it is as good as proven best.
+        cache_dir: where measurements and solved plans are kept: default $SLIDEDP_CACHE, else ``~/.cache/slidedp``; "": nowhere.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -100,10 +106,20 @@ def compile(
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        update_threads=num_threads or update_threads(ranks.device, ranks.world_size))
+        cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
+        solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint))
     options = MachineOptions(update_kernel=update_kernel, num_threads=num_threads)
     return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
+
+
+def check_solver(solver: str) -> str:
+    if solver not in SOLVERS:
+        raise ValueError(f"solver={solver!r}: use {' or '.join(map(repr, SOLVERS))}")
+    return solver
+
+
+def load_hint(hint: PlanFile | str | Path | None) -> PlanFile | None:
+    return PlanFile.load(hint) if isinstance(hint, str | Path) else hint
 
 
 def load_policy(policy: Policy) -> Mapping[str, Any] | PlanFile | None:

@@ -1,4 +1,4 @@
-"""What was measured once, kept as YAML in a directory: ``~/.cache/slidedp``, or ``$XDG_CACHE_HOME/slidedp``.
+"""What was measured or solved once, kept as YAML in a directory: ``~/.cache/slidedp``, or ``$XDG_CACHE_HOME/slidedp``.
 
 A damaged file is a warning and as good as none. Files appear by a rename: nobody ever reads half of one.
 """
@@ -20,10 +20,14 @@ from slidedp.compiler.strict import content_hash
 T = TypeVar("T")
 
 
-def cache_folder(folder: str | Path | None = None) -> Path:
-    """`folder`, or the user's cache."""
-    if folder is not None:
-        return Path(folder)
+def cache_folder(folder: str | Path | None = None) -> Path | None:
+    """`folder`, else ``$SLIDEDP_CACHE``, else the user's cache; None, for no cache, if the first given is "".
+
+    Asked where users enter (api, command line), nowhere deeper.
+    """
+    given = os.environ.get("SLIDEDP_CACHE") if folder is None else folder
+    if given is not None:
+        return Path(given) if given != "" else None
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "slidedp"
 
@@ -42,9 +46,9 @@ def processor() -> str:
     return os.uname().machine
 
 
-def read_cached(path: Path, read: Callable[[Path], T]) -> T | None:
+def read_cached(path: Path | None, read: Callable[[Path], T]) -> T | None:
     """`read(path)`; None where there is no file, and, with a warning, where `read` raises ValueError."""
-    if not path.is_file():
+    if path is None or not path.is_file():
         return None
     try:
         return read(path)
@@ -53,8 +57,10 @@ def read_cached(path: Path, read: Callable[[Path], T]) -> T | None:
         return None
 
 
-def write_cached(path: Path, text: str) -> None:
+def write_cached(path: Path | None, text: str) -> None:
     """Keeps `text`. A directory that cannot be written is a warning: the measurement itself is good."""
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:

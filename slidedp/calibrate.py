@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slidedp.cache import cache_folder, machine_hash, read_cached, write_cached
+from slidedp.cache import machine_hash, read_cached, write_cached
 from slidedp.compiler.measured import Measurement, read_measurement, slowest
 from slidedp.compiler.planyaml import to_text
 from slidedp.compiler.strict import content_hash, load_yaml, parse_yaml
@@ -57,13 +57,13 @@ def cached_stages(model: nn.Module, trace: Trace, settings: Settings) -> Measure
     return read_cached(path, lambda p: read_measurement(load_yaml(p), str(p))) or Measurement()
 
 
-def kept_stages(model: nn.Module, trace: Trace, settings: Settings) -> Path:
+def kept_stages(model: nn.Module, trace: Trace, settings: Settings) -> Path | None:
     """Where these stages' costs are kept: by model, shapes, element types, what runs them, and machine."""
     kinds = sorted({s.kind_key for s in trace.graph.stages})
     dtypes = [str(settings.compute_dtype), str(settings.grad_dtype)]
     machine = machine_hash(settings.device.type, settings.world_size)
     key = content_hash([trace.graph.model, kinds, dtypes, code_of(model), machine])
-    return cache_folder(settings.cache_dir) / f"stages-{key}.yaml"
+    return settings.cache_dir / f"stages-{key}.yaml" if settings.cache_dir else None
 
 
 def code_of(model: nn.Module) -> list[object]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slidedp.api import load_policy
+from slidedp.autopolicy import AutoPlan
 from slidedp.cli_show import add_explain_arguments, add_show_arguments
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import check_budgets, check_head
@@ -25,6 +26,7 @@ from slidedp.compiler.planfile import PlanFile, ops_hash
 from slidedp.compiler.policy import merge_policies, parse_fixes
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.units import parse_bytes
+from slidedp.decide import SOLVERS
 from slidedp.hardware import builtin_profiles, load_profile, measure_hardware
 from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
@@ -110,6 +112,9 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--host-budget", type=parse_size, metavar="SIZE", help="of the host, all ranks together")
     plan.add_argument("--compute-dtype", choices=sorted(DTYPES), help="default: bfloat16 (float32 without a GPU)")
     plan.add_argument("--grad-dtype", choices=sorted(DTYPES), help="of returned gradients; default: the compute dtype")
+    plan.add_argument("--solver", choices=SOLVERS, default="cp-sat", help="default: %(default)s")
+    plan.add_argument("--hint", metavar="PLAN", help="an earlier plan to start the solver from")
+    plan.add_argument("--cache-dir", metavar="DIR", help="of solved plans; default $SLIDEDP_CACHE or ~/.cache/slidedp; '': none")
     plan.add_argument("--dump-after", metavar="PASS|all", help="print the ops after a pass")
     plan.add_argument("-o", "--output", metavar="FILE", help="where to write the plan")
 
@@ -145,18 +150,32 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     dump = dumper(args.dump_after) if args.dump_after else None  # before the slow part: the pass may not exist
+    chosen: list[AutoPlan] = []
     plan = plan_on_paper(
         args.model, args.hw, batch=args.batch, seq=args.seq, ranks=args.ranks, policy=read_policy(args.policy, args.fix),
         hbm_budget=args.hbm_budget, host_budget=args.host_budget, compute_dtype=DTYPES.get(args.compute_dtype),
-        grad_dtype=DTYPES.get(args.grad_dtype))
+        grad_dtype=DTYPES.get(args.grad_dtype), solver=args.solver, hint=args.hint, cache_dir=args.cache_dir,
+        on_choice=chosen.append)
     warn_of_missing_gpus(args.hw, plan.world_size)
     if dump:
         lower(plan.layers, plan.decisions, hbm_budget=args.hbm_budget, dump=dump)
     print(summary(plan))
+    if overhead := overhead_of(chosen[0]):
+        print(overhead)
     if args.output:
         plan.dump(args.output)
         print(f"wrote {args.output}")
     return 0
+
+
+def overhead_of(chosen: AutoPlan) -> str:
+    """What choosing took, and when it has paid for itself."""
+    if chosen.record is None:
+        return ""
+    if chosen.cached:
+        return "solved before: taken from the cache"
+    pays = f", which pays for itself after {chosen.pays_after:,.0f} steps" if chosen.pays_after is not None else ""
+    return f"solved in {chosen.solve_s:.1f} s{pays}"
 
 
 def warn_of_missing_gpus(hw_profile: str, ranks: int) -> None:

@@ -85,9 +85,10 @@ def measure_hardware(
 HardwareProfile.measure = staticmethod(measure_hardware)
 
 
-def kept_profile(ranks: Ranks, cache_dir: str | Path | None = None) -> Path:
+def kept_profile(ranks: Ranks, cache_dir: str | Path | None = None) -> Path | None:
     """Where the measured profile of this machine is kept, for as many ranks."""
-    return cache_folder(cache_dir) / f"hardware-{machine_hash(ranks.device.type, ranks.world_size)}.yaml"
+    folder = cache_folder(cache_dir)
+    return folder / f"hardware-{machine_hash(ranks.device.type, ranks.world_size)}.yaml" if folder else None
 
 
 def detect(device_type: str | None = None) -> HardwareProfile:

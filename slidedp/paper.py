@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from slidedp.api import Policy, load_policy
+from slidedp.api import Policy, check_solver, load_hint, load_policy
+from slidedp.autopolicy import AutoPlan
+from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.planfile import PlanFile
@@ -31,6 +34,10 @@ def plan_on_paper(
     host_budget: int | str | None = None,
     policy: Policy = None,
     cost_model: CostModel | None = None,
+    solver: str = "cp-sat",
+    hint: PlanFile | str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    on_choice: Callable[[AutoPlan], None] | None = None,
 ) -> PlanFile:
     """The plan of `model` on `hw_profile`, for a batch of `batch` full sequences of `seq` tokens per rank.
 
@@ -41,7 +48,8 @@ def plan_on_paper(
         ranks: default: the machine's number of GPUs.
         compute_dtype: default: bfloat16, float32 on a machine without a GPU.
         grad_dtype: of returned gradients; default `compute_dtype`.
-        hbm_budget, host_budget, policy, cost_model: as for `slidedp.compile`.
+        hbm_budget, host_budget, policy, cost_model, solver, hint, cache_dir: as for `slidedp.compile`.
+        on_choice: is told what was chosen and how long it took, which is no part of the plan.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -55,8 +63,12 @@ def plan_on_paper(
         hw=hw, compute_dtype=compute, grad_dtype=grad_dtype or compute, world_size=ranks or hw.num_gpus,
         policy=load_policy(policy), cost_model=cost_model,
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
-        host_budget=None if host_budget is None else parse_bytes(host_budget))
+        host_budget=None if host_budget is None else parse_bytes(host_budget),
+        solver=check_solver(solver), hint=load_hint(hint), cache_dir=cache_folder(cache_dir))
     planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
     tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
     draft = planner.draft({"input_ids": tokens, "labels": tokens})
-    return planfile_of(planner.finish(draft, planner.decide(draft)))
+    decisions = planner.decide(draft)
+    if on_choice and planner.chosen:
+        on_choice(planner.chosen)
+    return planfile_of(planner.finish(draft, decisions))

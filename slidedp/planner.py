@@ -16,17 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slidedp.compiler.costs import CostModel, ResolvedCosts
+from slidedp.autopolicy import AutoPlan
+from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, default_decisions, num_head_chunks
+from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
 from slidedp.compiler.measured import Measurement
 from slidedp.compiler.ops import OpGraph
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.predict import predict, price
-from slidedp.compiler.simulate import Timeline
+from slidedp.compiler.planfile import PlanFile, SolverRecord
+from slidedp.compiler.predict import cost_model_of, predict, price
+from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
+from slidedp.decide import by_the_rule, decide
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 
@@ -38,7 +40,7 @@ class Settings:
     """What `slidedp.compile` was asked for, checked. Budgets in bytes.
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
-    `update_threads`: of each rank, where they are known.
+    `update_threads`: of each rank, where they are known. `solver`, `hint`: see slidedp/decide.py. `cache_dir`: None for no cache.
     """
 
     hw: HardwareProfile
@@ -53,8 +55,15 @@ class Settings:
     hbm_budget: int | None = None
     host_budget: int | None = None
     measure: bool | str = False
+    solver: str = "rule"
+    hint: PlanFile | None = None
     cache_dir: Path | None = None
     update_threads: int | None = None
+
+    def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
+        """What ops of a plan of `layers` cost, each alone."""
+        threads = None if self.update_threads is None else self.update_threads * self.world_size
+        return cost_model_of(layers, cost_model=self.cost_model, measurement=measurement, update_threads=threads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +77,7 @@ class Specialisation:
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
     measurement: Measurement = field(default_factory=Measurement)
+    solver: SolverRecord | None = None
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -85,9 +95,7 @@ class Specialisation:
         return self.costs_of(self.graph)
 
     def costs_of(self, graph: OpGraph) -> ResolvedCosts:
-        s = self.settings
-        threads = None if s.update_threads is None else s.update_threads * s.world_size
-        return price(graph, self.layers, s.hw, cost_model=s.cost_model, measurement=self.measurement, update_threads=threads)
+        return price(graph, self.settings.cost_model_of(self.layers, self.measurement), self.settings.hw)
 
     @cached_property
     def default_step_us(self) -> int | None:
@@ -135,6 +143,7 @@ class Planner:
         self.groups: tuple[Group, ...] | None = None
         self.decisions: Decisions | None = None
         self.head_rows = HEAD_ROWS[0]
+        self.chosen: AutoPlan | None = None
         self.trainable: tuple[bool, ...] = ()
         self.measurement = Measurement()
         self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
@@ -170,9 +179,13 @@ class Planner:
     def decide(self, draft: Draft) -> Decisions:
         """The plan's decisions, made for the first draft. Raises ValueError where policy or budgets do not fit, saying why."""
         s, layers = self.settings, draft.layers
-        decisions = decide(layers, s) if self.decisions is None else self.for_shape(self.decisions, layers)
-        if self.decisions is None and layers.head and decisions.head_chunks > 1:
-            self.head_rows = chunk_rows(layers.head.rows, decisions.head_chunks)
+        if self.decisions is None:
+            self.chosen = decide(layers, s, self.measurement)
+            decisions = self.chosen.decisions
+            if layers.head and decisions.head_chunks > 1:
+                self.head_rows = chunk_rows(layers.head.rows, decisions.head_chunks)
+        else:
+            decisions = self.for_shape(self.decisions, layers)
         check_head(layers, decisions)
         check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
                       s.hw.host_bytes if s.host_budget is None else s.host_budget)
@@ -180,9 +193,11 @@ class Planner:
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
+        record = self.chosen.record if self.chosen and self.chosen.decisions == decisions else None
         decisions = replace(decisions, head_chunks=self.for_shape(decisions, draft.layers).head_chunks)  # each rank's own
         traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks, self.settings.device)
-        spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement)
+        spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
+                              record)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
@@ -221,19 +236,3 @@ def with_costs_of(graph: OpGraph, spec: Specialisation) -> OpGraph:
     fresh = {op.name: op for op in Compute(spec.layers, spec.decisions).run(OpGraph()).ops}
     ops = (replace(op, bytes=fresh[op.name].bytes, flops=fresh[op.name].flops) if op.name in fresh else op for op in graph.ops)
     return graph.with_(ops=tuple(ops))
-
-
-def decide(layers: LayerGraph, settings: Settings) -> Decisions:
-    """Defaults for what nobody pinned, the policy for the rest; a loaded plan must be of this model and rank count."""
-    policy = settings.policy
-    if isinstance(policy, PlanFile):
-        policy.require(layers)
-        return policy.decisions
-    return by_the_rule(layers, settings)
-
-
-def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
-    """Defaults under what the user pins; a loaded plan pins all of it."""
-    policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
-    return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
-                             host_budget=settings.host_budget)

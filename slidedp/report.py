@@ -49,7 +49,7 @@ def planfile_of(spec: Specialisation) -> PlanFile:
         host_bytes=memory.host_bytes, bottleneck=str(timeline.bottleneck))
     shapes = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
     return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes,
-                         cost_record(spec))
+                         cost_record(spec), spec.solver)
 
 
 def cost_record(spec: Specialisation) -> CostRecord | None:
@@ -85,6 +85,7 @@ def summary(plan: PlanFile) -> str:
         "buffers": ", ".join(f"{key}\N{NO-BREAK SPACE}{getattr(plan.decisions, key)}" for key in PLAN_KEYS),
     }
     predicted = {
+        **solver_facts(plan),
         "predicted": f"{format_duration(p.step_us)} a step, {p.tokens_per_s:,.0f} tokens/s, bound by {bound_by(p.bottleneck)}",
         "memory": f"device {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)}{each}, "
                   f"host {format_bytes(p.host_bytes)} of {format_bytes(plan.budgets.host_bytes)}{together}",
@@ -126,6 +127,15 @@ def stage_table(plan: PlanFile) -> str:
     text = ["  ".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
             for row in rows]
     return "\n".join([*text, f"measured in {plan.costs.measurement.seconds:.1f} s"])
+
+
+def solver_facts(plan: PlanFile) -> dict[str, str]:
+    """How near to the best the plan is proven to be, and what the rule's would take; nothing for one that was not solved."""
+    s = plan.solver
+    if s is None:
+        return {}
+    kept = "the rule's plan kept" if s.name == "rule" else f"the rule's plan would take {format_duration(s.rule_us)}"
+    return {"solver": f"within {s.gap:.2%} of the bound {format_duration(s.bound_us)}, {kept}"}
 
 
 def decision_table(plan: PlanFile) -> Iterator[str]:

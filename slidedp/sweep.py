@@ -19,7 +19,8 @@ from slidedp.compiler.ops import Stream
 from slidedp.compiler.policy import merge_policies
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.units import format_bytes
-from slidedp.planner import Draft, Planner, Settings, Specialisation, decide, with_costs_of
+from slidedp.decide import by_the_rule
+from slidedp.planner import Draft, Planner, Settings, Specialisation, with_costs_of
 from slidedp.presets import build_meta_model
 from slidedp.report import format_duration, memory_of, predicted_tokens_per_s
 
@@ -76,11 +77,11 @@ class Sweep:
         draft = self.draft(batch, ranks)
         settings = self.settings(ranks, self.hbm_budget, self.host_budget, {"delivery": str(route)})
         try:
-            decisions = decide(draft.layers, settings)
+            decisions = by_the_rule(draft.layers, settings)
         except ValueError as e:
-            decide(draft.layers, replace(settings, hbm_budget=UNLIMITED, host_budget=UNLIMITED))  # a wrong policy raises here
+            by_the_rule(draft.layers, replace(settings, hbm_budget=UNLIMITED, host_budget=UNLIMITED))  # a wrong policy raises here
             return Case(batch, ranks, route, problem=str(e))
-        alone = decide(draft.layers, self.settings(ranks, self.hbm_budget, self.host_budget))
+        alone = by_the_rule(draft.layers, self.settings(ranks, self.hbm_budget, self.host_budget))
         chosen = {alone.of(g.name).delivery for g in draft.layers.groups if draft.layers.streams(g)} == {route}
         spec = self.specialise(draft, decisions, settings, (ranks, route))
         return Case(batch, ranks, route, chosen, spec.timeline, memory_of(spec), predicted_tokens_per_s(spec))

@@ -14,7 +14,7 @@ from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.ops import OpGraph
 from slidedp.compiler.planfile import Budgets, PlanFile
-from slidedp.compiler.predict import predict, price
+from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.timeline import Timeline
 from slidedp.hardware import builtin_profiles, load_profile
 from slidedp.passes.pipeline import lower
@@ -45,7 +45,7 @@ class WhatIf:
         """Raises ValueError, saying why, for decisions that do not fit the budgets or (`verified`) make no sound graph."""
         memory = check_budgets(self.layers, decisions, self.budgets.hbm_bytes, self.budgets.host_bytes)
         graph = lower(self.layers, decisions, hbm_budget=self.budgets.hbm_bytes, verified=verified)
-        costs = price(graph, self.layers, self.hw, cost_model=self.cost_model, measurement=self.measurement)
+        costs = price(graph, cost_model_of(self.layers, cost_model=self.cost_model, measurement=self.measurement), self.hw)
         return Outcome(self.layers, decisions, graph, predict(graph, costs, self.hw), memory)
 
 

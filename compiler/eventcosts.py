@@ -1,0 +1,172 @@
+"""What each option costs, by asking the cost model about the very ops that it would lower to.
+
+The same bytes as the passes write into their ops (tests compare the two): a user's cost model sees probe ops with the
+names, kinds, chunks and sizes of real ones, so it flips choices without knowing that a solver is asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from slidedp.compiler.choices import Values
+from slidedp.compiler.costs import CostModel
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind, cut_chunks
+from slidedp.compiler.ops import Chunk, Op, OpKind, Ref, Stream
+
+HBM_UPDATE_BYTES_PER_PARAM = 28
+"""Device memory traffic of an update in HBM: FP32 master and two moments read and written, gradient read, weights written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A transfer, collective or host task in `num` chunks: microseconds of all, of one chunk, and the bytes of the ops."""
+
+    total_us: int = 0
+    num: int = 1
+    num_bytes: int = 0
+
+    @property
+    def chunk_us(self) -> int:
+        return -(-self.total_us // max(self.num, 1))
+
+
+NOTHING = Chunked()
+
+
+@dataclass(frozen=True)
+class OptionCosts:
+    """Durations of a layer graph's ops under any option. `scale`: factors by stream, which the loop of AutoPolicy corrects."""
+
+    layers: LayerGraph
+    hw: HardwareProfile
+    costs: CostModel
+    scale: Mapping[Stream, float] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Chunked] = field(default_factory=dict, compare=False, repr=False)
+
+    # ---- weights ----
+
+    def cast(self, group: Group, use: str, o: Values) -> Chunked:
+        """`use`: fwd, bwd or step. Nothing for a source that needs no cast, and for weights that stay."""
+        if not self._delivers(use, o) or o["source"] != "cast":
+            return NOTHING
+        item = self.layers.compute_itemsize
+        return self._deliver(OpKind.HOST_CAST, Stream.CAST, group, use, o, 4 + item)
+
+    def h2d(self, group: Group, use: str, o: Values) -> Chunked:
+        if not self._delivers(use, o):
+            return NOTHING
+        return self._deliver(OpKind.H2D, Stream.H2D, group, use, o, self.layers.compute_itemsize)
+
+    def all_gather(self, group: Group, use: str, o: Values) -> Chunked:
+        world = self.layers.world_size
+        if not self._delivers(use, o) or not self.sharded(o):
+            return NOTHING
+        return self._deliver(OpKind.ALL_GATHER, Stream.COMM, group, use, o, self.layers.compute_itemsize * (world - 1))
+
+    def sharded(self, o: Values) -> bool:
+        return bool(o) and o["delivery"] == "sharded" and self.layers.world_size > 1
+
+    @staticmethod
+    def _delivers(use: str, o: Values) -> bool:
+        return bool(o) and not (use == "bwd" and o.get("weights") == "hold")
+
+    def _deliver(self, kind: OpKind, stream: Stream, group: Group, use: str, o: Values, per_element: int) -> Chunked:
+        world = self.layers.world_size
+        ranks = world if self.sharded(o) else 1
+        tag = f"{use}.{group.name}"
+        writes = (Ref(f"W.{tag}" if kind is not OpKind.HOST_CAST else f"T.{tag}"),)
+        op = Op(f"{kind}.{tag}", kind, stream, group.name, writes=writes)
+        return self._chunks(op, group.numel, int(o["delivery_chunks"]), lambda n: n // ranks * per_element)
+
+    # ---- gradients ----
+
+    def reduce(self, group: Group, o: Values) -> Chunked:
+        world = self.layers.world_size
+        if world == 1 or not o or o["reduction"] != "gpu":
+            return NOTHING
+        return self._return(OpKind.REDUCE, Stream.COMM, group, o, lambda n: n // world * self.layers.grad_itemsize * (world - 1))
+
+    def d2h(self, group: Group, o: Values) -> Chunked:
+        if not o:
+            return NOTHING
+        ranks = 1 if self.on_host(o) else self.layers.world_size
+        return self._return(OpKind.D2H, Stream.D2H, group, o, lambda n: n // ranks * self.layers.grad_itemsize)
+
+    def host_reduce(self, group: Group, o: Values) -> Chunked:
+        world = self.layers.world_size
+        if not o or not self.on_host(o):
+            return NOTHING
+        per_element = self.layers.grad_itemsize * (world + 1)
+        return self._return(OpKind.HOST_REDUCE, Stream.HOST, group, o, lambda n: n // world * per_element)
+
+    def on_host(self, o: Values) -> bool:
+        return bool(o) and o["reduction"] == "cpu" and self.layers.world_size > 1
+
+    def update(self, group: Group, o: Values, source: str) -> Chunked:
+        """On the CPU, in the chunks of the gradient's return. `source`: with a shadow to write, or without."""
+        if not o:
+            return NOTHING
+        world = self.layers.world_size
+        per_param = 24 + self.layers.grad_itemsize + (self.layers.compute_itemsize if source == "shadow" else 0)
+        return self._return(OpKind.CPU_UPDATE, Stream.CPU, group, o, lambda n: n // world * per_param)
+
+    def gpu_update(self, group: Group) -> Chunked:
+        chunk = Chunk(0, 1, trainable=True)
+        op = Op(f"gpu_update.{group.name}.c0", OpKind.GPU_UPDATE, Stream.GPU, group.name, chunk,
+                bytes=group.num_trainable * HBM_UPDATE_BYTES_PER_PARAM)  # fmt: skip
+        return Chunked(self.op_us(op))
+
+    def _return(self, kind: OpKind, stream: Stream, group: Group, o: Values, num_bytes: Callable[[int], int]) -> Chunked:
+        op = Op(f"{kind}.{group.name}", kind, stream, group.name)
+        return self._chunks(op, group.num_trainable, int(o["return_chunks"]), num_bytes, trainable=True)
+
+    def _chunks(self, op: Op, numel: int, num: int, num_bytes: Callable[[int], int], *, trainable: bool = False) -> Chunked:
+        """`op` in chunks of `numel` elements, which are of at most two sizes: one question for each size."""
+        key = (op.name, num, num_bytes(numel))
+        if key not in self._known:
+            cut = cut_chunks(numel, num, self.layers.world_size)
+            each: dict[int, int] = {}
+            for c, (lo, hi) in enumerate(cut):
+                if hi - lo not in each:
+                    chunk = Chunk(c, len(cut), trainable)
+                    each[hi - lo] = self.op_us(replace(op, name=f"{op.name}.c{c}", chunk=chunk, bytes=num_bytes(hi - lo)))
+            total, moved = sum(each[hi - lo] for lo, hi in cut), sum(num_bytes(hi - lo) for lo, hi in cut)
+            self._known[key] = Chunked(total, max(len(cut), 1), moved)
+        return self._known[key]
+
+    # ---- compute and activations ----
+
+    def forward(self, i: int) -> int:
+        """Of stage `i`: prologue, a layer, or the epilogue with its backward."""
+        stage = self.layers.stages[i]
+        if stage.kind is StageKind.EPILOGUE:
+            return self._gpu(stage.name, OpKind.EPILOGUE, stage, stage.activation_bytes, 3 * stage.flops)
+        after = self.layers.stages[i + 1].boundary_bytes
+        if stage.kind is StageKind.PROLOGUE:
+            return self._gpu(stage.name, OpKind.PROLOGUE, stage, after, stage.flops)
+        return self._gpu(f"fwd.{stage.name}", OpKind.FORWARD, stage, after, stage.flops)
+
+    def recompute(self, stage: Stage, act: str) -> int:
+        """What runs again before the backward: nothing of a layer that kept or reloads all."""
+        if act in ("retain", "offload"):
+            return 0
+        return self._gpu(f"recompute.{stage.name}", OpKind.RECOMPUTE, stage, stage.activation_bytes, stage.flops)
+
+    def backward(self, stage: Stage) -> int:
+        num_bytes = 0 if stage.kind is StageKind.PROLOGUE else stage.boundary_bytes
+        return self._gpu(f"bwd.{stage.name}", OpKind.BACKWARD, stage, num_bytes, 2 * stage.flops)
+
+    def offload(self, stage: Stage, kind: OpKind) -> int:
+        """`kind`: act_offload or act_reload, of everything that a layer keeps."""
+        stream = Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D
+        return self.op_us(Op(f"{kind}.{stage.name}", kind, stream, stage.name, bytes=stage.activation_bytes))
+
+    def _gpu(self, name: str, kind: OpKind, stage: Stage, num_bytes: int, flops: int) -> int:
+        return self.op_us(Op(name, kind, Stream.GPU, stage.name, bytes=num_bytes, flops=flops))
+
+    def op_us(self, op: Op) -> int:
+        us = self.costs.duration_us(op, self.hw)
+        factor = self.scale.get(op.stream, 1.0)
+        return us if factor == 1.0 else round(us * factor)

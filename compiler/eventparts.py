@@ -1,0 +1,233 @@
+"""Parts of a timed event graph: deliveries, gradients' ways home, offloads, each with what it waits for inside itself.
+
+A transfer in n chunks is a start and an end; the next transfer of the same chunks starts when the first has arrived, and ends
+one chunk after the last has. What an option does not have (a cast of a shadow, a gather of a whole copy) lasts nothing, and the
+waits for it are switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slidedp.compiler.choices import Choices, Values
+from slidedp.compiler.eventcosts import NOTHING, Chunked, OptionCosts
+from slidedp.compiler.eventgraph import OFF, ZERO, Event, Linear, TimedEdge
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.ops import OpKind, Stream
+
+Weights = tuple[str, str]
+"""A delivery: (use, group), use being fwd, bwd or step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A moment: `after` behind event number `event`."""
+
+    event: int
+    after: Linear = ZERO
+
+    def __add__(self, more: Linear) -> Point:
+        return Point(self.event, self.after + more)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Events of a delivery: its first transfer's start and end, when its copy starts, the moments that all has arrived.
+
+    `chunk`: one chunk of the first transfer.
+    """
+
+    start: int
+    end: int
+    copy_start: int
+    arrived: tuple[Point, ...]
+    chunk: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Moments of a gradient's way home: its first and last chunk can be updated; its slot on the device is free."""
+
+    first: Point
+    last: Point
+    freed: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One transfer of a group under every option of `family` (None: there is nothing to choose)."""
+
+    family: int | None
+    each: tuple[Chunked, ...]
+
+    def linear(self, values: Sequence[int]) -> Linear:
+        return as_linear(self.family, values)
+
+    @property
+    def total(self) -> Linear:
+        return self.linear([c.total_us for c in self.each])
+
+    @property
+    def chunk(self) -> Linear:
+        return self.linear([c.chunk_us for c in self.each])
+
+    @property
+    def ever(self) -> bool:
+        return any(c is not NOTHING for c in self.each)
+
+    def only(self, values: Sequence[int] | None = None) -> Linear:
+        """`values` (default 0) where the option has this transfer, switched off elsewhere."""
+        values = [0] * len(self.each) if values is None else values
+        return self.linear([OFF if c is NOTHING else v for c, v in zip(self.each, values, strict=True)])
+
+    def only_chunk(self, of: Transfer) -> Linear:
+        """One chunk of `of`, where the option has this transfer."""
+        return self.only([c.chunk_us for c in of.each])
+
+    def stalled_by(self, then: Transfer, slots: int) -> Linear:
+        """From the start of `then` to the end of this, which may be at most `slots` chunks ahead of it."""
+        pairs = zip(self.each, then.each, strict=True)
+        return self.only([(a.num - slots) * b.chunk_us + a.chunk_us if a.num > slots else OFF for a, b in pairs])
+
+    def freed_by(self, then: Transfer, slots: int) -> Linear:
+        """From the start of `then` until one of `slots` buffers is free for whoever comes behind this."""
+        return self.only([(b.num - slots + 1) * b.chunk_us if b.num >= slots else OFF for b in then.each])
+
+
+def as_linear(family: int | None, values: Sequence[int]) -> Linear:
+    """One value an option; a constant where all are equal."""
+    if family is None or len(set(values)) == 1:
+        return Linear(values[0])
+    return Linear(0, ((family, tuple(values)),))
+
+
+@dataclass
+class Parts:
+    """What has been made so far. `on`: for each stream the start and the end of all that runs there, in order."""
+
+    layers: LayerGraph
+    choices: Choices
+    costs: OptionCosts
+    events: list[Event] = field(default_factory=list)
+    edges: list[TimedEdge] = field(default_factory=list)
+    on: dict[Stream, list[tuple[int, Point]]] = field(default_factory=dict)
+    deliveries: dict[Weights, Delivered] = field(default_factory=dict)
+    returns: dict[str, Returned] = field(default_factory=dict)
+    ends: dict[str, Point] = field(default_factory=dict)  # of compute and offloads, by name
+    staging_free: Point | None = None  # behind the last cast
+    reducing_free: Point | None = None
+
+    def __post_init__(self) -> None:
+        self.families = {f.key: i for i, f in enumerate(self.choices.families)}
+
+    # ---- one by one ----
+
+    def options(self, group: str, family: str) -> tuple[Values, ...]:
+        index = self.families.get((group, family))
+        return () if index is None else self.choices.families[index].options
+
+    def each(self, group: str, family: str, value: Callable[[Values], int]) -> Linear:
+        """`value` of every option of a family; zero if the group has no such family."""
+        options = self.options(group, family)
+        return as_linear(self.families[group, family], [value(o) for o in options]) if options else ZERO
+
+    def transfer(self, group: str, family: str, costs: Callable[[Values], Chunked]) -> Transfer:
+        return Transfer(self.families.get((group, family)), tuple(costs(o) for o in self.options(group, family)))
+
+    def event(self, name: str, stream: Stream, busy: Linear = ZERO) -> int:
+        self.events.append(Event(name, stream, busy))
+        return len(self.events) - 1
+
+    def wait(self, dst: int, src: Point, name: str, distance: int = 0, num_works: int = 0) -> None:
+        self.edges.append(TimedEdge(src.event, dst, distance, src.after, name, num_works))
+
+    def run(self, name: str, stream: Stream, duration: Linear) -> Point:
+        """Something in one piece; its end."""
+        start = self.event(name, stream, duration)
+        self.on.setdefault(stream, []).append((start, Point(start, duration)))
+        self.ends[name] = Point(start, duration)
+        return self.ends[name]
+
+    def start(self, name: str, stream: Stream, transfer: Transfer) -> int:
+        """The start of a transfer that some option has; -1 for one that none has."""
+        return self.event(name, stream, transfer.total) if transfer.ever else -1
+
+    def end(self, name: str, stream: Stream, transfer: Transfer, start: int) -> int:
+        if start < 0:
+            return -1
+        end = self.event(f"{name}.end", stream)
+        self.wait(end, Point(start, transfer.total), name)
+        self.on.setdefault(stream, []).append((start, Point(end)))
+        return end
+
+    # ---- chains ----
+
+    def deliver(self, weights: Weights) -> None:
+        """cast -> copy -> gather. Who uses the slot, and which update comes before, is added by whoever knows."""
+        use, name = weights
+        group, slots, tag = self.layers.group(name), self.choices.defaults.staging_slots, f"{use}.{name}"
+        cast = self.transfer(name, "weights", lambda o: self.costs.cast(group, use, o))
+        copy = self.transfer(name, "weights", lambda o: self.costs.h2d(group, use, o))
+        gather = self.transfer(name, "weights", lambda o: self.costs.all_gather(group, use, o))
+        cast_start = self.start(f"host_cast.{tag}", Stream.CAST, cast)
+        copy_start = self.event(f"h2d.{tag}", Stream.H2D, copy.total)
+        gather_start = self.start(f"all_gather.{tag}", Stream.COMM, gather)
+        cast_end = self.end(f"host_cast.{tag}", Stream.CAST, cast, cast_start)
+        copy_end = self.end(f"h2d.{tag}", Stream.H2D, copy, copy_start)
+        gather_end = self.end(f"all_gather.{tag}", Stream.COMM, gather, gather_start)
+        arrived = [Point(copy_end)]
+        if cast.ever:
+            self.wait(copy_start, Point(cast_start, cast.chunk), f"cast before copy of {tag}")
+            self.wait(copy_end, Point(cast_end, copy.chunk), f"cast before copy of {tag}")
+            self.wait(cast_end, Point(copy_start, cast.stalled_by(copy, slots)), f"staging slots of {tag}")
+            if self.staging_free:
+                self.wait(cast_start, self.staging_free, f"staging slots before {tag}")
+            self.staging_free = Point(copy_start, cast.freed_by(copy, slots))
+        if gather.ever:
+            self.wait(gather_start, Point(copy_start, gather.only_chunk(copy)), f"copy before gather of {tag}")
+            self.wait(gather_end, Point(copy_end, gather.only_chunk(gather)), f"copy before gather of {tag}")
+            arrived.append(Point(gather_end))
+        first = (cast_start, cast_end) if cast.ever else (copy_start, copy_end)
+        self.deliveries[weights] = Delivered(*first, copy_start, tuple(arrived), (cast if cast.ever else copy).chunk)
+
+    def take_home(self, name: str, produced: Point) -> None:
+        """reduce -> copy back, or copy back -> host reduce, of the gradient that is complete at `produced`."""
+        group, slots = self.layers.group(name), self.choices.defaults.reduce_slots
+        reduce = self.transfer(name, "gradients", lambda o: self.costs.reduce(group, o))
+        back = self.transfer(name, "gradients", lambda o: self.costs.d2h(group, o))
+        on_host = self.transfer(name, "gradients", lambda o: self.costs.host_reduce(group, o))
+        reduce_start = self.start(f"reduce.{name}", Stream.COMM, reduce)
+        back_start = self.event(f"d2h.{name}", Stream.D2H, back.total)
+        host_start = self.start(f"host_reduce.{name}", Stream.HOST, on_host)
+        reduce_end = self.end(f"reduce.{name}", Stream.COMM, reduce, reduce_start)
+        back_end = self.end(f"d2h.{name}", Stream.D2H, back, back_start)
+        host_end = self.end(f"host_reduce.{name}", Stream.HOST, on_host, host_start)
+        self.wait(back_start, produced, f"gradient of {name}")
+        first, last = Point(back_start, back.chunk), Point(back_end)
+        freed = [Point(back_end, on_host.only() if reduce.ever else ZERO)]  # between GPUs, the reduction frees it
+        if reduce.ever:
+            self.wait(reduce_start, produced + reduce.only(), f"gradient of {name}")
+            self.wait(back_start, Point(reduce_start, reduce.only_chunk(reduce)), f"reduce before return of {name}")
+            self.wait(back_end, Point(reduce_end, reduce.only_chunk(back)), f"reduce before return of {name}")
+            self.wait(reduce_end, Point(back_start, reduce.stalled_by(back, slots)), f"reduce slots of {name}")
+            if self.reducing_free:
+                self.wait(reduce_start, self.reducing_free + reduce.only(), f"reduce slots before {name}")
+            self.reducing_free = Point(back_start, reduce.freed_by(back, slots))
+            freed.append(Point(reduce_end))
+        if on_host.ever:
+            self.wait(host_start, first, f"return before sum of {name}")
+            self.wait(host_end, last + on_host.chunk, f"return before sum of {name}")
+            first, last = Point(host_start, on_host.chunk), Point(host_end)
+        self.returns[name] = Returned(first, last, tuple(freed))
+
+    def move_activations(self, i: int, kind: OpKind, after: Point) -> Point | None:
+        """An offload or reload of stage `i`, if any option has one: when it has ended."""
+        stage = self.layers.stages[i]
+        duration = self.each(stage.groups[0], "act", lambda o: self.costs.offload(stage, kind) if o["act"] == "offload" else 0)
+        if duration == ZERO:
+            return None
+        end = self.run(f"{kind}.{stage.name}", Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D, duration)
+        there = self.each(stage.groups[0], "act", lambda o: 0 if o["act"] == "offload" else OFF)
+        self.wait(end.event, after + there, f"{kind} of {stage.name}")
+        return end + there

@@ -1,0 +1,126 @@
+"""A good plan before the proof: all layers of a kind descend together, and return to the rule's choice where nothing is lost.
+
+What the solver gets from here is a start, complete with times. It makes the search short; it proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from slidedp.compiler.eventgraph import EventGraph, Linear
+from slidedp.compiler.maxplus import is_period, max_cycle_ratio
+from slidedp.compiler.memoryrows import MemoryRow
+
+MAX_SWEEPS = 3
+
+
+def columns(graph: EventGraph, rows: Sequence[MemoryRow]) -> list[list[tuple[int, ...]]]:
+    """For each family, every list of numbers that its options contribute somewhere: to a duration, a wait, a memory row."""
+    found: list[list[tuple[int, ...]]] = [[] for _ in graph.choices.families]
+
+    def collect(linear: Linear) -> None:
+        for family, values in linear.terms:
+            found[family].append(values)
+
+    for edge in graph.edges:
+        collect(edge.weight)
+    for work in graph.works:
+        collect(work.duration)
+    for row in rows:
+        collect(row.total)
+        for each in row.maxima:
+            for linear in each:
+                collect(linear)
+    return found
+
+
+def kinds(graph: EventGraph, rows: Sequence[MemoryRow]) -> list[list[int]]:
+    """Families whose options mean the same, layer for layer: those of one kind of layer."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for i, (family, tables) in enumerate(zip(graph.choices.families, columns(graph, rows), strict=True)):
+        if len(family.options) > 1:
+            alike[family.name, str(family.options), tuple(sorted(set(tables)))].append(i)
+    return list(alike.values())
+
+
+def feasible(rows: Sequence[MemoryRow], selection: Sequence[int]) -> bool:
+    return all(row.fits(selection) for row in rows)
+
+
+def period_of(graph: EventGraph, selection: Sequence[int]) -> int:
+    """The least whole period, in the graph's units."""
+    ratio = max_cycle_ratio(graph, selection, graph.floor(selection) * graph.unit_us).ratio / graph.unit_us
+    return -(-ratio.numerator // ratio.denominator)
+
+
+def descend(graph: EventGraph, rows: Sequence[MemoryRow], start: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """From `start`, one option for all layers of a kind at a time, while the period falls. (selection, period in units)."""
+    best, period = tuple(start), period_of(graph, start)
+    partners = _partners(graph)
+    for _ in range(MAX_SWEEPS):
+        before = period
+        for members in kinds(graph, rows):
+            for option in range(len(graph.choices.families[members[0]].options)):
+                trial = list(best)
+                for i in members:
+                    _choose(trial, i, option, partners)
+                if tuple(trial) == best or not feasible(rows, trial) or graph.floor(trial) >= period:
+                    continue
+                if is_period(graph, trial, period - 1):
+                    best, period = tuple(trial), period_of(graph, trial)
+        if period == before:
+            break
+    return best, period
+
+
+Partners = dict[tuple[int, int], list[tuple[int, int]]]
+
+
+def _partners(graph: EventGraph) -> Partners:
+    """Options that go together, transitively."""
+    together: Partners = defaultdict(list)
+    for link in graph.choices.links:
+        together[link.a, link.a_option].append((link.b, link.b_option))
+        together[link.b, link.b_option].append((link.a, link.a_option))
+    return together
+
+
+def _choose(selection: list[int], family: int, option: int, partners: Partners) -> None:
+    """Set one family, and what is linked to its new and its old option."""
+    if selection[family] == option:
+        return
+    old = (family, selection[family])
+    selection[family] = option
+    for other, its in partners.get((family, option), ()):
+        _choose(selection, other, its, partners)
+    for other, its in partners.get(old, ()):
+        if selection[other] == its:
+            _choose(selection, other, 0, partners)
+
+
+def simplify(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int], period: int) -> tuple[int, ...]:
+    """`selection` with as much of it put back to the rule's choice as a step of `period` units allows: kinds, runs, groups."""
+    best, partners = tuple(selection), _partners(graph)
+
+    def put_back(members: Sequence[int]) -> bool:
+        nonlocal best
+        trial = list(best)
+        for i in members:
+            _choose(trial, i, 0, partners)
+        if tuple(trial) == best:
+            return True
+        if feasible(rows, trial) and graph.floor(trial) <= period and is_period(graph, trial, period):
+            best = tuple(trial)
+            return True
+        return False
+
+    def halve(members: Sequence[int]) -> None:
+        if members and not put_back(members) and len(members) > 1:
+            middle = len(members) // 2
+            halve(members[:middle])
+            halve(members[middle:])
+
+    for members in kinds(graph, rows):
+        halve(members)
+    return best

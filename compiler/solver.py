@@ -1,0 +1,274 @@
+"""The plan with the shortest step, by OR-Tools' CP-SAT, with a bound that proves how far from the best it can be.
+
+    variables     one time an event, the period, one-hot choices a family
+    constraints   the timed event graph, the streams' totals, the memory rows, the links between families
+    objective     the period; then, at that period, fewest departures from the rule and fewest changes along the depth
+
+Deterministic: one worker, a fixed seed, limits in deterministic time. ortools is imported when a plan is solved.
+Source: DESIGN §6; the formulation is that of periodic event scheduling, with the periods' multiples fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slidedp.compiler.choices import RESIDENT
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.eventgraph import EventGraph, Linear
+from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
+from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.runlength import layer_index
+from slidedp.compiler.search import descend, feasible, period_of, simplify
+
+RESOLUTION = 20_000
+"""Units that a step is cut into, about: the solver counts in whole ones, 0.005 % of a step each."""
+GAP = 1e-3
+TIME_LIMIT = 12.0
+"""Deterministic seconds for the shortest step; they are near real ones. A fraction of it goes to the second phase."""
+SECOND_PHASE = 0.05
+CHANGE_COST = 2
+"""What a change from one layer to the next counts, in departures from the rule."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan and its proof. Times in microseconds; `step_us` is that of the event graph without rounding.
+
+    `objective_us`: the solver's own period for it, in whole units. `bound_us`: no plan with these slots has a shorter step.
+    `cycle`: what the step waits for. `work`: deterministic seconds.
+    """
+
+    selection: tuple[int, ...]
+    decisions: Decisions
+    step_us: int
+    objective_us: int
+    bound_us: int
+    cycle: Cycle
+    status: str
+    work: float
+
+    @property
+    def gap(self) -> float:
+        """How much shorter a better plan could be, as a share of the step: 0 is proven best."""
+        return max(0.0, (self.step_us - self.bound_us) / self.step_us) if self.step_us else 0.0
+
+
+def solve(
+    graph: EventGraph,
+    rows: Sequence[MemoryRow],
+    *,
+    hint: Decisions | None = None,
+    gap: float = GAP,
+    time_limit: float = TIME_LIMIT,
+) -> Solution:
+    """The best selection of `graph` under `rows`. `graph` is in microseconds.
+
+    `hint`: an earlier plan; if it is within `gap` of the bound, it is kept as it is. `time_limit`: deterministic seconds.
+
+    Raises:
+        ValueError: ortools is not installed, or no selection fits the memory rows (infeasible.py says why).
+    """
+    import_cp_model()
+    start = graph.choices.default
+    hinted = graph.choices.encode(hint) if hint is not None else None
+    if hinted is not None and feasible(rows, hinted):
+        start = hinted
+    unit_us = max(1, period_of(graph, start) // RESOLUTION)
+    scaled = graph.in_units_of(unit_us) if unit_us > 1 else graph
+    keep = hinted is not None and start == hinted
+    best, period = (start, period_of(scaled, start)) if keep else descend(scaled, rows, start)
+    first = _Model(scaled, rows, 2 * period)
+    first.minimise_period(best, period if feasible(rows, best) else None)
+    status, work = first.run(time_limit, gap)
+    if status not in ("OPTIMAL", "FEASIBLE"):
+        raise ValueError(f"no plan fits the memory rows ({status.lower()})")
+    bound = first.bound
+    if first.period < period or not feasible(rows, best):
+        best, period, keep = first.selection(), first.period, False
+    if not keep or period > bound * (1 + gap):
+        allowed = max(period, int(bound * (1 + gap)))  # whatever is within the gap is equally good, as far as is proven
+        best = simplify(scaled, rows, best, allowed)
+        second = _Model(scaled, rows, allowed)
+        second.minimise_departures(best, period_of(scaled, best))
+        settled, more = second.run(time_limit * SECOND_PHASE, 0.05)
+        work += more
+        if settled in ("OPTIMAL", "FEASIBLE"):
+            best = second.selection()
+        period = period_of(scaled, best)
+    cycle = max_cycle_ratio(graph, best)
+    step_us = -(-cycle.ratio.numerator // cycle.ratio.denominator)
+    return Solution(best, graph.choices.decode(best), step_us, period * unit_us,
+                    min(bound * unit_us, step_us), cycle, status, work)
+
+
+def import_cp_model() -> Any:
+    """OR-Tools' CP-SAT. ValueError with the remedy where it is not installed."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as e:
+        raise ValueError("solving a plan needs OR-Tools: pip install 'ortools>=9.15', or choose solver='rule'") from e
+    return cp_model
+
+
+@dataclass
+class _Model:
+    """One CP-SAT model. `horizon`: the longest period worth a look, in the graph's units."""
+
+    graph: EventGraph
+    rows: Sequence[MemoryRow]
+    horizon: int
+    changes: list[tuple[Any, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cp = import_cp_model()
+        self.m = self.cp.CpModel()
+        self.solver = self.cp.CpSolver()
+        self.variables()
+        self.timing()
+        self.memory()
+        self.links()
+
+    # ---- variables ----
+
+    def variables(self) -> None:
+        self.latest = 2 * self.horizon  # no event of a step starts later than the step after next
+        self.T = self.m.new_int_var(0, self.horizon, "T")
+        self.time = [self.m.new_int_var(0, self.latest, e.name) for e in self.graph.events]
+        self.chosen: list[list[Any]] = []
+        for family in self.graph.choices.families:
+            names = [f"{family.group}.{family.name}={describe(option)}" for option in family.options]
+            bools = [self.m.new_bool_var(name) for name in names] if len(names) > 1 else [1]
+            if len(bools) > 1:
+                self.m.add_exactly_one(bools)
+            self.chosen.append(bools)
+
+    def expression(self, linear: Linear) -> Any:
+        """`linear` over the one-hot choices; what is switched off is as late as nothing can be."""
+        total, off = linear.const, -2 * self.latest
+        for family, values in linear.terms:
+            clipped = [max(value, off) for value in values]
+            least = min(clipped)
+            total = total + least + sum((v - least) * b for v, b in zip(clipped, self.chosen[family], strict=True) if v > least)
+        return total
+
+    # ---- constraints ----
+
+    def timing(self) -> None:
+        """The event graph, and for each stream and the updates that a step is as long as they are busy."""
+        self.sums = [0]
+        for k, work in enumerate(self.graph.works):
+            total = self.m.new_int_var(0, self.horizon, f"updates.{k}")
+            self.m.add(total == self.sums[-1] + self.expression(work.duration)).with_name(f"updates up to {work.group}")
+            self.sums.append(total)
+        for e in self.graph.edges:
+            period = e.distance * self.T
+            weight = self.expression(e.weight)
+            self.m.add(self.time[e.dst] + period >= self.time[e.src] + weight + self.sums[e.num_works]).with_name(e.name)
+        for stream in self.graph.streams:
+            busy = [self.expression(e.busy) for e in self.graph.events if e.stream is stream]
+            self.m.add(sum(busy) <= self.T).with_name(f"busy {stream}")
+        self.m.add(self.sums[-1] <= self.T).with_name("busy cpu")
+
+    def memory(self) -> None:
+        for row in self.rows:
+            unit = max(1, row.budget >> 24)
+
+            def scaled(linear: Linear, unit: int = unit) -> Any:
+                """Rounded up, so that what fits here fits."""
+                return self.expression(linear.map(lambda v: -(-v // unit)))
+
+            total = scaled(row.total)
+            for k, each in enumerate(row.maxima):
+                largest = self.m.new_int_var(0, 1 << 40, f"{row.place} shared buffer {k}")
+                for linear in each:
+                    self.m.add(largest >= scaled(linear)).with_name(f"{row.place} shared buffer {k}")
+                total = total + largest
+            self.m.add(total <= row.budget // unit).with_name(f"{row.place} budget")
+
+    def links(self) -> None:
+        for link in self.graph.choices.links:
+            a, b = self.chosen[link.a][link.a_option], self.chosen[link.b][link.b_option]
+            self.m.add(a == b).with_name(f"state of {self.graph.choices.families[link.a].group}")
+
+    # ---- objectives ----
+
+    def minimise_period(self, start: Sequence[int], period: int | None) -> None:
+        self.hint(start, period)
+        self.m.minimize(self.T)
+
+    def minimise_departures(self, start: Sequence[int], period: int) -> None:
+        """Of the plans up to the horizon the one nearest to the rule's that reads best. `period`: that of `start`."""
+        self.hint(start, period)
+        cost: list[Any] = []
+        families = self.graph.choices.families
+        before: dict[str, int] = {}
+        for i, family in enumerate(families):
+            bools = self.chosen[i]
+            cost += [_departures(family.options[0], option) * b for option, b in zip(family.options[1:], bools[1:], strict=True)]
+            if layer_index(family.group) is None:
+                continue
+            neighbour = before.get(family.name)
+            before[family.name] = i
+            if neighbour is not None and families[neighbour].options == family.options and len(bools) > 1:
+                cost.append(CHANGE_COST * self.change(neighbour, i))
+        for differs, a, b in self.changes:
+            self.m.add_hint(differs, int(start[a] != start[b]))
+        self.m.minimize(sum(cost))
+
+    def change(self, a: int, b: int) -> Any:
+        """1 if neighbouring layers differ."""
+        differs = self.m.new_bool_var(f"change {b}")
+        for here, there in zip(self.chosen[a], self.chosen[b], strict=True):
+            self.m.add(differs >= here - there)
+        self.changes.append((differs, a, b))
+        return differs
+
+    def hint(self, selection: Sequence[int], period: int | None) -> None:
+        """A start: the choices, and the times that go with them where the period is known."""
+        for bools, chosen in zip(self.chosen, selection, strict=True):
+            if len(bools) > 1:
+                for o, b in enumerate(bools):
+                    self.m.add_hint(b, int(o == chosen))
+        if period is not None:
+            self.m.add_hint(self.T, period)
+            for variable, at in zip(self.time, start_times(self.graph, selection, period), strict=True):
+                self.m.add_hint(variable, at)
+            total = 0
+            for variable, work in zip(self.sums[1:], self.graph.works, strict=True):
+                total += work.duration.at(selection)
+                self.m.add_hint(variable, total)
+
+    # ---- the run ----
+
+    def run(self, time_limit: float, gap: float) -> tuple[str, float]:
+        """(status, deterministic seconds)."""
+        p = self.solver.parameters
+        p.num_workers, p.random_seed = 1, 0
+        p.max_deterministic_time, p.relative_gap_limit = time_limit, gap
+        status = self.solver.solve(self.m)
+        return self.solver.status_name(status), float(self.solver.response_proto.deterministic_time)
+
+    @property
+    def period(self) -> int:
+        return int(self.solver.value(self.T))
+
+    @property
+    def bound(self) -> int:
+        bound: float = self.solver.best_objective_bound
+        return round(bound)
+
+    def selection(self) -> tuple[int, ...]:
+        value = self.solver.value
+        return tuple(o for bools in self.chosen for o, b in enumerate(bools) if int(value(b)))
+
+
+def describe(option: Any) -> str:
+    return "/".join(str(v) for v in option.values()) if option != RESIDENT else "resident"
+
+
+def _departures(default: Any, option: Any) -> int:
+    """Fields that differ from the rule's choice."""
+    return sum(default.get(key) != value for key, value in option.items()) or 1
+

@@ -1,0 +1,160 @@
+"""AutoPolicy on paper: solve, lower, simulate, correct, solve again, and keep the plan that simulates fastest.
+
+    frames      weight and gradient slots, from few to many, judged by the period of a good plan in each
+    solve       compiler/solver.py: the shortest step of the event graph, with a proven bound
+    simulate    the ops that the plan lowers to, chunk by chunk
+    correct     a stream that took longer than its durations say is given longer ones, by that factor; at most ROUNDS rounds
+
+The result is never slower than the rule's plan, in simulation: of the two the better one is kept. A step that the rule already
+plans in less than `TINY_STEP_US` is left to the rule: it is all fixed costs, which cost models know least, and solving would
+take as long as a hundred such steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slidedp.compiler.choices import Choices, find_choices, pinned_slots
+from slidedp.compiler.costs import CostModel
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.eventbuild import build_event_graph
+from slidedp.compiler.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph import EventGraph
+from slidedp.compiler.frames import find_frames
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.maxplus import max_cycle_ratio
+from slidedp.compiler.memoryrows import MemoryRow, memory_rows
+from slidedp.compiler.ops import Stream
+from slidedp.compiler.planfile import SolverRecord
+from slidedp.compiler.search import descend, feasible
+from slidedp.compiler.simulate import Timeline
+from slidedp.compiler.solver import GAP, Solution, solve
+
+TINY_STEP_US = 100_000
+ROUNDS = 3
+CLOSED = 0.01
+"""Solved and simulated step this near each other: nothing to correct."""
+WORTH = 1e-3
+"""Share of a step that more slots must save."""
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """What was chosen, and how (`record`; None if nothing was solved).
+
+    `solve_s`: what solving took on the clock, 0 if it was `cached`; never part of a plan file, which is the same every time.
+    """
+
+    decisions: Decisions
+    record: SolverRecord | None = None
+    solve_s: float = 0.0
+    cached: bool = False
+
+    @property
+    def pays_after(self) -> float | None:
+        """Steps after which the choice has paid for itself; None if it saved nothing."""
+        saved_us = self.record.rule_us - self.record.simulated_us if self.record else 0
+        return self.solve_s * 1e6 / saved_us if saved_us > 0 else None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One planning problem. `simulate`: the timeline of the ops that decisions lower to. Budgets in bytes."""
+
+    layers: LayerGraph
+    hw: HardwareProfile
+    costs: CostModel
+    simulate: Callable[[Decisions], Timeline]
+    hbm_budget: int
+    host_budget: int
+    policy: Mapping[str, Any] | None = None
+
+    def choices(self, rule: Decisions) -> Choices:
+        return find_choices(self.layers, rule, self.policy)
+
+    def fixed(self, decisions: Decisions) -> Choices:
+        """No choice: `decisions` as they are."""
+        families = self.choices(decisions).families
+        return Choices(tuple(replace(f, options=f.options[:1]) for f in families), (), decisions)
+
+    def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
+        return build_event_graph(self.layers, choices, OptionCosts(self.layers, self.hw, self.costs, scale or {}))
+
+    def rows(self, choices: Choices) -> tuple[MemoryRow, ...]:
+        return memory_rows(self.layers, choices, self.hbm_budget, self.host_budget)
+
+
+def is_tiny(problem: Problem, rule: Decisions) -> bool:
+    """True for a step that is left to the rule."""
+    if not problem.layers.layers:
+        return True
+    fixed = problem.fixed(rule)
+    return max_cycle_ratio(problem.graph(fixed), fixed.default).ratio < TINY_STEP_US
+
+
+def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = None) -> AutoPlan:
+    """The best plan that `ROUNDS` rounds find. `rule`: the rule's decisions, pins included, which fit the budgets."""
+    began = time.perf_counter()
+    choices = choose_frame(problem, rule, hint)
+    rule_us, _ = judge(problem, rule)
+    best, best_us, first = rule, rule_us, None
+    scale: dict[Stream, float] = {}
+    num_rounds = 0
+    for num_rounds in range(1, ROUNDS + 1):
+        solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best)
+        first = first or solution
+        simulated_us, timeline = judge(problem, solution.decisions)
+        if simulated_us < best_us:
+            best, best_us = solution.decisions, simulated_us
+        if abs(solution.step_us / max(simulated_us, 1) - 1) <= CLOSED or not correct(scale, problem, choices, solution, timeline):
+            break
+    assert first is not None
+    record = SolverRecord(
+        name="cp-sat" if best is not rule else "rule", step_us=first.step_us, bound_us=first.bound_us, gap=round(first.gap, 6),
+        simulated_us=best_us, rule_us=rule_us, rounds=num_rounds)  # fmt: skip
+    return AutoPlan(best, record, time.perf_counter() - began)
+
+
+def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:
+    """The choices with the slots in which a good plan is fastest: the rule's unless others save more than `WORTH`."""
+    base = problem.choices(rule)
+    start: tuple[int, ...] | None = None
+    best, best_us = base, 0.0
+    for frame in find_frames(problem.layers, hint or rule, pinned_slots(problem.layers, problem.policy)):
+        choices = base.with_frame(frame)
+        rows = problem.rows(choices)
+        if start is None:
+            graph = problem.graph(choices)
+            start = choices.encode(hint) if hint is not None else choices.default
+            if feasible(rows, start):
+                start, _ = descend(graph, rows, start)
+            best, best_us = choices, float(max_cycle_ratio(graph, start).ratio)
+        elif feasible(rows, start):
+            us = float(max_cycle_ratio(problem.graph(choices), start).ratio)
+            if us < best_us * (1 - WORTH):
+                best, best_us = choices, us
+    return best
+
+
+def judge(problem: Problem, decisions: Decisions) -> tuple[int, Timeline]:
+    """Microseconds a step: as simulated, and no less than what the host's memory and cores allow."""
+    timeline = problem.simulate(decisions)
+    fixed = problem.fixed(decisions)
+    graph = problem.graph(fixed)
+    loops = [w for e, w in zip(graph.edges, graph.weights(fixed.default), strict=True) if e.src == e.dst and e.distance == 1]
+    return max(timeline.step_us, *loops, 0), timeline
+
+
+def correct(scale: dict[Stream, float], problem: Problem, choices: Choices, solution: Solution, timeline: Timeline) -> bool:
+    """Brings the streams' durations to what was simulated. False if they are there already: the rest is the model's own."""
+    solved = problem.graph(choices, scale).busy_us(solution.selection)
+    changed = False
+    for stream, us in timeline.busy_us.items():
+        if solved.get(stream) and abs(us / solved[stream] - 1) > GAP:
+            scale[stream] = scale.get(stream, 1.0) * us / solved[stream]
+            changed = True
+    return changed

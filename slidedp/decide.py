@@ -1,0 +1,140 @@
+"""Who decides what nobody pinned: a loaded plan, the rule, or the solver on top of the rule. Called once a plan, by rank 0.
+
+`solver="cp-sat"`, the default, starts from the rule's decisions, which are also what is kept when solving finds nothing better
+in simulation, when the step is tiny (see autopolicy.py: short tests and toys plan as fast as before), and, with one warning,
+where ortools is not installed. Solved decisions are cached by all that they depend on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slidedp.autopolicy import AutoPlan, Problem, auto_plan, is_tiny
+from slidedp.compiler.choices import find_choices, pinned_slots
+from slidedp.compiler.costs import WithFallback
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.errors import BudgetError
+from slidedp.compiler.frames import GRAD_SLOTS, WINDOWS, find_frames
+from slidedp.compiler.infeasible import explain, fitting_start
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.measured import Measurement
+from slidedp.compiler.memoryrows import memory_rows
+from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.predict import predict, price
+from slidedp.compiler.timeline import Timeline
+from slidedp.passes.pipeline import lower
+from slidedp.plancache import fingerprint, load_plan_for, store_plan
+
+if TYPE_CHECKING:
+    from slidedp.planner import Settings
+
+SOLVERS = ("cp-sat", "rule")
+NO_BUDGET = 1 << 60
+
+
+def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | None = None) -> AutoPlan:
+    """Decisions for all groups of `layers`, pins kept; a loaded plan must be of this model and rank count.
+
+    Raises BudgetError (a ValueError), naming budgets, missing bytes and the cheapest way out, when no plan fits.
+    """
+    policy = settings.policy
+    if isinstance(policy, PlanFile):
+        policy.require(layers)
+        return AutoPlan(policy.decisions)
+    problem = problem_of(layers, settings, measurement or Measurement())
+    rule = rule_that_fits(layers, settings, problem)
+    if settings.solver == "rule" or is_tiny(problem, rule):
+        return AutoPlan(rule)
+    if find_spec("ortools") is None:
+        warnings.warn("ortools is not installed: the plan is the default rule's, not a solved one (pip install 'ortools>=9.15')",
+                      stacklevel=2)  # fmt: skip
+        return AutoPlan(rule)
+    hint = settings.hint.decisions if settings.hint is not None and fits_groups(settings.hint, layers) else None
+    return solve_or_recall(problem, rule, hint, settings.cache_dir)
+
+
+def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
+    """Defaults under what the user pins; a loaded plan pins all of it."""
+    policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
+    return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
+                             host_budget=settings.host_budget)
+
+
+def problem_of(layers: LayerGraph, settings: Settings, measurement: Measurement) -> Problem:
+    s = settings
+    assert not isinstance(s.policy, PlanFile)
+    costs = s.cost_model_of(layers, measurement)
+    return Problem(
+        layers, s.hw, costs, lambda decisions: simulate_decisions(layers, s, costs, decisions),
+        s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
+        s.hw.host_bytes if s.host_budget is None else s.host_budget, s.policy)  # fmt: skip
+
+
+def simulate_decisions(layers: LayerGraph, settings: Settings, costs: WithFallback, decisions: Decisions) -> Timeline:
+    """The predicted step of `decisions`, from ops that are neither verified nor pruned: quick, and the same in time."""
+    graph = lower(layers, decisions, verified=False)
+    return predict(graph, price(graph, costs, settings.hw), settings.hw)
+
+
+def solve_or_recall(problem: Problem, rule: Decisions, hint: Decisions | None, cache_dir: Path | None) -> AutoPlan:
+    """The solved plan, from the cache if the very same problem has been solved before."""
+    if cache_dir is None:
+        return auto_plan(problem, rule, hint=hint)
+    choices = problem.choices(rule)
+    key = fingerprint(problem.graph(choices), problem.rows(choices), hint)
+    known = load_plan_for(cache_dir, key, problem.layers)
+    if known is not None:
+        return known
+    plan = auto_plan(problem, rule, hint=hint)
+    store_plan(cache_dir, key, plan)
+    return plan
+
+
+def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> Decisions:
+    """The rule's decisions; where those have no room, the choice that takes least memory, if that has."""
+    policy = problem.policy
+
+    def rule(hbm_budget: int, host_budget: int) -> Decisions:
+        return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=hbm_budget,
+                                 host_budget=host_budget)  # fmt: skip
+
+    try:
+        return rule(problem.hbm_budget, problem.host_budget)
+    except BudgetError as error:
+        if settings.solver == "rule":
+            raise
+        boundless = rule(NO_BUDGET, NO_BUDGET)
+        small = smallest_that_fits(problem, boundless, policy)
+        if small is None:
+            pinned = pinned_slots(layers, policy)
+            least = replace(boundless, window=boundless.window if "window" in pinned else WINDOWS[0],
+                            grad_slots=boundless.grad_slots if "grad_slots" in pinned else GRAD_SLOTS[0])  # fmt: skip
+            choices = find_choices(layers, least, policy)
+
+            def without_pins() -> bool:
+                return bool(policy) and smallest_that_fits(problem, boundless, None) is not None
+
+            raise explain(layers, choices, problem.rows(choices), without_pins) from error
+        return small
+
+
+def smallest_that_fits(problem: Problem, rule: Decisions, policy: object) -> Decisions | None:
+    """The first frame, from the rule's on, in which the least of some budget fits both."""
+    layers = problem.layers
+    pins = problem.policy if policy else None
+    for frame in find_frames(layers, rule, pinned_slots(layers, pins)):
+        choices = find_choices(layers, frame, pins)
+        start = fitting_start(memory_rows(layers, choices, problem.hbm_budget, problem.host_budget), choices)
+        if start is not None:
+            return choices.decode(start)
+    return None
+
+
+def fits_groups(hint: PlanFile, layers: LayerGraph) -> bool:
+    """True if `hint` decides these groups; a plan of another model is no help."""
+    return set(hint.decisions.groups) == set(layers.group_by_name)
