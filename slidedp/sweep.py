@@ -79,7 +79,8 @@ class Sweep:
         try:
             decisions = by_the_rule(draft.layers, settings)
         except ValueError as e:
-            by_the_rule(draft.layers, replace(settings, hbm_budget=UNLIMITED, host_budget=UNLIMITED))  # a wrong policy raises here
+            boundless = replace(settings, hbm_budget=UNLIMITED, host_budget=UNLIMITED)
+            by_the_rule(draft.layers, boundless)  # a wrong policy raises here
             return Case(batch, ranks, route, problem=str(e))
         alone = by_the_rule(draft.layers, self.settings(ranks, self.hbm_budget, self.host_budget))
         chosen = {alone.of(g.name).delivery for g in draft.layers.groups if draft.layers.streams(g)} == {route}
