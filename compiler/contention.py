@@ -24,7 +24,7 @@ Source: max-min fairness by progressive filling, Bertsekas and Gallager, Data Ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -147,6 +147,15 @@ class Contention:
                 return 1.0
             case Resource.GPU_LINK:
                 return self.hw.gpu_link_gbps
+
+
+def work_us(draws: Iterable[Draw], alone_us: Iterable[int]) -> dict[Resource, float]:
+    """For how long ops with these draws keep each resource full: no step that runs them all is shorter, however it is ordered."""
+    work: dict[Resource, float] = {}
+    for draw, us in zip(draws, alone_us, strict=True):
+        for resource, part in draw.parts:
+            work[resource] = work.get(resource, 0.0) + part * us
+    return work
 
 
 def fill(draws: Sequence[Draw]) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import groupby
 
-from slidedp.compiler.contention import Contention, Draw, fill
+from slidedp.compiler.contention import Contention, Draw, Resource, fill, work_us
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
 from slidedp.compiler.timeline import Leg, Span, Timeline, measured_timeline
 
@@ -83,7 +83,7 @@ class _Run:
         self.last_on = dict.fromkeys(self.streams, -1)
         self.updates: list[tuple[int, int, int]] = []  # (step, deadline, node) of ready ops on the cpu stream
         self.running: dict[Stream, int] = {}  # the node on each stream that is busy
-        self.sharing = _Shares(draws, durations) if draws else None
+        self.draws, self.sharing = draws, _Shares(draws, durations) if draws else None
         self.left = self.n  # ops of the measured step that have not ended
 
     def to_the_end(self) -> None:
@@ -175,7 +175,12 @@ class _Run:
         last = max(nodes, key=lambda v: (self.end[v], -v))
         cycle, steps = self.cycle(last)
         return Timeline(step_us, spans, busy, self.chain(last, step_us), self.exposed(nodes), cycle, steps,
-                        self.contended(nodes), self.steady)
+                        self.contended(nodes), self.resources(step_us), self.steady)
+
+    def resources(self, step_us: int) -> dict[Resource, float]:
+        """The part of each that a step uses, fullest first."""
+        work = work_us(self.draws, self.durations) if self.draws else {}
+        return {r: us / step_us for r, us in sorted(work.items(), key=lambda item: -item[1])} if step_us else {}
 
     def took(self, node: int) -> float:
         return self.end[node] - self.start[node]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slidedp.compiler.contention import Resource
 from slidedp.compiler.ops import OpKind, Stream
 
 
@@ -62,6 +63,9 @@ class Timeline:
     cycle_steps: int = 0
     contended_us: Mapping[OpKind, int] = field(default_factory=dict)
     """By kind, how much longer ops took than alone, because others drew on the same resources; without contention, empty."""
+    resources: Mapping[Resource, float] = field(default_factory=dict)
+    """Of what ops share, the fraction of its capacity that a step uses, fullest first. What is near 1 binds the step, whatever
+    the order of its ops. Without contention, empty."""
     steady: bool = True
     """False if the period still changed when the simulation gave up waiting for it to settle."""
 
@@ -104,6 +108,8 @@ class Timeline:
             lines.append(f"critical cycle{over}: " + " → ".join(f"{leg} ({_ms(leg.us)})" for leg in shortened(self.cycle)))
         if self.contended_us:
             lines.append("contention adds " + _by_kind(self.contended_us))
+        if self.resources:
+            lines.append("of what is shared, used: " + ", ".join(f"{name} {part:.0%}" for name, part in self.resources.items()))
         if not self.steady:
             lines.append("the period had not settled: the step time is a mean")
         return "\n".join(lines)

@@ -196,7 +196,9 @@ def test_host_memory_bounds_a_real_plan(batch: int) -> None:
     costs = resolve(g.ops, hw, AnalyticCostModel(4, alone=True))
     line = simulate(g, costs.duration_us, contention=Contention(hw, 4))
     through_memory = 4 * sum(op.bytes for op in g if op.kind in (OpKind.H2D, OpKind.D2H, OpKind.CPU_UPDATE))
-    assert line.step_us >= 0.999 * through_memory / hw.host_dram_gbps / 1e3
+    assert line.resources[Resource.DRAM] == pytest.approx(through_memory / hw.host_dram_gbps / 1e3 / line.step_us, rel=1e-3)
+    assert all(0 < part <= 1 for part in line.resources.values())
+    assert f"used: {next(iter(line.resources))} " in str(line)
     assert line.step_us >= simulate(g, costs.duration_us).step_us
     assert line.steady
     assert sum(line.exposed_by.values()) == pytest.approx(line.exposed_us, rel=0.01)

@@ -12,6 +12,7 @@ from test_cli import TINY, one_error
 
 from slidedp.cli import main
 from slidedp.compiler.decisions import Route
+from slidedp.compiler.defaults import check_budgets, default_decisions
 from slidedp.hardware import load_profile
 from slidedp.paper import plan_on_paper
 from slidedp.presets import build_meta_model
@@ -116,3 +117,13 @@ def test_published_behaviour_follows_from_the_profiles(repo_root: Path, monkeypa
     assert compute.simulated == pytest.approx(27.2, rel=0.01)  # what the GPU's rate was fitted to
     assert step.simulated == pytest.approx(14.4, rel=0.03)
     assert abs(routes.simulated) < 2.5
+
+
+def test_a_model_of_72_b_fits_four_gpus_of_24_gb() -> None:
+    """Qwen2.5-72B at one sequence of 1024 a GPU. The host's 1 TiB has no room for a shadow, so masters are cast."""
+    hw = load_profile("rtx4090x4")
+    draft = Sweep("qwen2.5-72b", hw, seq=1024).draft(1, 4)
+    memory = check_budgets(draft.layers, default_decisions(draft.layers, hw), hw.hbm_bytes, hw.host_bytes)
+    assert memory.hbm_bytes < 24e9
+    assert memory.host["shadow"] == 0
+    assert memory.host_bytes > 14 * 72.7e9
