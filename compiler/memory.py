@@ -12,6 +12,9 @@ from slidedp.compiler.layergraph import STORAGE_ALIGN, LayerGraph, Stage, StageK
 from slidedp.compiler.ops import Slot
 from slidedp.compiler.units import format_bytes
 
+SELECTED_SHARE = 0.5
+"""Of a layer's activation bytes, the most that a selective layer keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
@@ -127,9 +130,10 @@ def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     """Beside inputs: what layers retain, and what the largest stage adds when its backward runs, later ones being done."""
     retained = most = 0
     for s in graph.stages:
-        keeps = s.kind is StageKind.LAYER and decisions.activation(s) is Activation.RETAIN
+        act = decisions.activation(s) if s.kind is StageKind.LAYER else None
         most = max(most, retained + s.activation_bytes)
-        retained += s.activation_bytes * keeps
+        retained += s.activation_bytes * (act is Activation.RETAIN) + int(SELECTED_SHARE * s.activation_bytes) * (
+            act is Activation.SELECTIVE)
     return {"retained activations": retained, "largest stage's activations": max(most - retained, 0)}
 
 
