@@ -35,12 +35,14 @@ class Reduction(StrEnum):
 
 class Activation(StrEnum):
     """What becomes of what autograd saves in a layer's forward: it stays in HBM (`retain`), waits in host memory (`offload`),
-    or is dropped, and the forward runs again (`recompute`).
+    or is dropped, and the forward runs again (`recompute`), but for the operations whose results are dear for their size: those
+    are kept (`selective`).
     """
 
     RETAIN = "retain"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
+    SELECTIVE = "selective"
 
 
 class Boundary(StrEnum):

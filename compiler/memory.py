@@ -13,6 +13,9 @@ from slidedp.compiler.ops import Slot
 from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
 from slidedp.compiler.units import format_bytes
 
+SELECTED_SHARE = 0.5
+"""Of a layer's activation bytes, the most that a selective layer keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
@@ -149,9 +152,10 @@ def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     """
     retained = most = 0
     for s in graph.stages:
-        keeps = s.kind is StageKind.LAYER and decisions.activation(s) is Activation.RETAIN
+        act = decisions.activation(s) if s.kind is StageKind.LAYER else None
         most = max(most, retained + (s.activation_bytes if s.head is None else 0))
-        retained += s.activation_bytes * keeps
+        retained += s.activation_bytes * (act is Activation.RETAIN) + int(SELECTED_SHARE * s.activation_bytes) * (
+            act is Activation.SELECTIVE)
     largest = max(most - retained, 0)
     loss = graph.head.peak_bytes(decisions.head_chunks) if graph.head else 0
     return {

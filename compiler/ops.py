@@ -23,6 +23,7 @@ Values and the places they live in:
 ``H.<group>``           reduced gradient in shared host memory, what the update reads
 ``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
 ``act.<stage>``         what autograd saved for the stage's backward, kept by the forward or filled in by the recompute
+``sel.<stage>``         results of some of a layer's operations, for its recompute
 ``h.<stage>``, ``act.<stage>`` of layers whose inputs or activations go to the host are in ``h[k]``, ``act[k]`` for as long as
                         that takes; ``off.<value>`` is the copy in pinned memory, in a slot of its name; ``back.<value>`` is the
                         value again in HBM, in ``back.h[k]``, ``back.act[k]``

@@ -38,7 +38,6 @@ CHOICES: dict[str, type[StrEnum]] = {
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
 PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots")
-_LATER_VERSIONS = {"act": ("selective",)}
 
 
 def apply_policy(
@@ -108,8 +107,6 @@ def plan_fields(pins: Mapping[str, Any], where: str) -> dict[str, int]:
 
 def choice(kind: type[StrEnum], key: str, value: object, where: str) -> StrEnum:
     allowed = [str(c) for c in kind]
-    if value in _LATER_VERSIONS.get(key, ()):
-        raise ValueError(f"{where}: {key}: {value!r} is not available in this version; available: {', '.join(allowed)}")
     if value not in allowed:
         raise ValueError(f"{where}: {key}: {value!r} is unknown; allowed: {', '.join(allowed)}")
     return kind(str(value))

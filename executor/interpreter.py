@@ -192,8 +192,10 @@ class Interpreter:
 
     def forward(self, op: Op) -> Task:
         weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
-        kept = [ref for ref in op.writes if ref.value.startswith("act.")]
-        act = Activation.RECOMPUTE if not kept else Activation.OFFLOAD if kept[0].place else Activation.RETAIN
+        kept = {ref.value.partition(".")[0]: ref.place for ref in op.writes}
+        act = Activation.SELECTIVE if "sel" in kept else Activation.RECOMPUTE
+        if "act" in kept:
+            act = Activation.OFFLOAD if kept["act"] else Activation.RETAIN
         leaving, poisoned = self.leaving(op), self.machine.options.poison
 
         def task(step: Step) -> None:

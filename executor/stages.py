@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
+from slidedp.compiler.memory import SELECTED_SHARE
 from slidedp.executor.backend import Backend, RngState, poison
 from slidedp.executor.binding import Binding, BufferStore
 from slidedp.executor.gradients import GradientSlots
 from slidedp.executor.parcels import Copy, Geometry, Parcel, storage_of
 from slidedp.executor.saved import SavedTensors, enter
+from slidedp.executor.selective import Keeping, Measuring, choose
 
 if TYPE_CHECKING:
     from slidedp.compiler.tracer import StageProgram, Trace
@@ -46,12 +48,14 @@ class _Graph:
     """A stage between its forward and its backward: edges of its differentiable inputs and outputs, by name, not the values.
 
     `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it.
+    `keeping`: results that a selective recompute need not compute again.
     """
 
     inputs: Mapping[str, GradientEdge | Tensor]
     outputs: dict[str, GradientEdge]
     weights: Weights
     saved: SavedTensors | None = None
+    keeping: Keeping | None = None
 
 
 @dataclass(slots=True)
@@ -98,6 +102,7 @@ class StageRunner:
         self._first, self._last = names[0], names[-1]
         self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
         self._written_buffers: dict[tuple[str, bool], set[str]] = {}  # (stage, training mode) -> buffers found changed
+        self._choices: dict[tuple[str, bool], frozenset[int]] = {}  # (stage kind, training mode) -> operations to keep
         self._slots = GradientSlots(binding.groups)
         self._clear()
 
@@ -162,16 +167,19 @@ class StageRunner:
                 self._store(program, self._call(program, args))
             self._release_inputs(program)
             return
-        before = self._before(program) if act is Activation.RECOMPUTE else None
-        saved = SavedTensors(self._labels[stage], keep=act is not Activation.RECOMPUTE)
+        rerun = act in (Activation.RECOMPUTE, Activation.SELECTIVE)
+        before = self._before(program) if rerun else None
+        saved = SavedTensors(self._labels[stage], keep=not rerun)
+        keeping = self._keeping(stage) if act is Activation.SELECTIVE else None
         saved.bind_weights(weights)
         if act is not Activation.RETAIN:
             saved.bind_inputs({name: self._env[name] for name in program.inputs})
         with torch.enable_grad(), saved.recording():
             entered = enter({name: self._env[name] for name in program.grad_inputs})
-            outputs = self._call(program, [entered.get(name, self._env[name]) for name in program.inputs])
+            with keeping or nullcontext():
+                outputs = self._call(program, [entered.get(name, self._env[name]) for name in program.inputs])
         inputs = {name: get_gradient_edge(value) for name, value in entered.items()}
-        self._graphs[stage] = _Graph(inputs, _edges(program, outputs), weights, saved)
+        self._graphs[stage] = _Graph(inputs, _edges(program, outputs), weights, saved, keeping)
         self._store(program, outputs)
         if before is not None:
             self._kept[stage] = self._changed_since(before, program)
@@ -192,7 +200,8 @@ class StageRunner:
             with self._modes_of_the_step(), _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
                 entered = enter({name: inputs[name] for name in program.grad_inputs})
                 args = [entered.get(name, inputs[name]) for name in program.inputs]
-                graph.saved.refill(lambda: self._call(program, args))
+                with self._replaying(stage, graph.keeping):
+                    graph.saved.refill(lambda: self._call(program, args))
         self._release_inputs(program)
 
     def backward(self, stage: str, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
@@ -361,6 +370,29 @@ class StageRunner:
             self._uses_left[name] -= 1
             if not self._uses_left[name]:
                 self._env.pop(name, None)  # without loss there may be no way back from the host
+
+    # ---- what a selective recompute need not compute ----
+
+    def _keeping(self, stage: str) -> Keeping:
+        return Keeping(self._labels[stage], self._choices.get(self._choice_key(stage), frozenset()))
+
+    @contextmanager
+    def _replaying(self, stage: str, keeping: Keeping | None) -> Iterator[None]:
+        """Context of a rerun. The first of each kind measures what the next steps keep; none after that pays for it."""
+        key = self._choice_key(stage)
+        if keeping is None:
+            yield
+        elif key in self._choices:
+            with keeping.replay():
+                yield
+        else:
+            with Measuring(self._backend) as measuring:
+                yield
+            layer_bytes = self.trace.graph.stage(stage).activation_bytes
+            self._choices[key] = choose(measuring.measured(), layer_bytes, SELECTED_SHARE)
+
+    def _choice_key(self, stage: str) -> tuple[str, bool]:
+        return self.trace.graph.stage(stage).kind_key, self._binding.model.training
 
     # ---- what a recompute must find as it was ----
 

@@ -40,6 +40,10 @@ class Compute(Pass):
         """True if what the stage's forward saves is not dropped."""
         return self.training and self.decisions.activation(stage) in (Activation.RETAIN, Activation.OFFLOAD)
 
+    def selects(self, stage: Stage) -> bool:
+        """True if the stage's forward keeps some results for its recompute."""
+        return self.training and self.decisions.activation(stage) is Activation.SELECTIVE
+
     def groups(self, stage: Stage) -> list[Group]:
         return [self.layers.group(name) for name in stage.groups]
 
@@ -64,7 +68,7 @@ class Compute(Pass):
         else:
             reads = (Ref(f"h.{stage.name}"), Ref("const"))
             name, kind = f"fwd.{stage.name}", OpKind.FORWARD
-            out += (Ref(f"act.{stage.name}"),) * self.keeps(stage)
+            out += (Ref(f"act.{stage.name}"),) * self.keeps(stage) + (Ref(f"sel.{stage.name}"),) * self.selects(stage)
         return Op(name, kind, Stream.GPU, stage.name, None, reads + self.weight_refs(stage, "fwd"), out,
                   bytes=after.boundary_bytes, flops=stage.flops)
 
@@ -76,7 +80,8 @@ class Compute(Pass):
                   bytes=stage.activation_bytes, flops=stage.flops * (3 if self.training else 1))
 
     def recompute(self, stage: Stage) -> Op:
-        reads = (Ref(f"h.{stage.name}"), Ref("const"), *self.weight_refs(stage, "bwd"))
+        selected = (Ref(f"sel.{stage.name}"),) * self.selects(stage)
+        reads = (Ref(f"h.{stage.name}"), Ref("const"), *selected, *self.weight_refs(stage, "bwd"))
         return Op(f"recompute.{stage.name}", OpKind.RECOMPUTE, Stream.GPU, stage.name, None, reads,
                   (Ref(f"act.{stage.name}"),), bytes=stage.activation_bytes, flops=stage.flops)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tiny_models
@@ -29,9 +29,9 @@ class Bench:
         batch: Batch,
         loss_fn: LossFn | None = None,
         dtype: torch.dtype = torch.float32,
-        retain: Container[str] = (),
+        acts: Mapping[str, Activation] | Activation = Activation.RECOMPUTE,
     ) -> None:
-        self.model, self.retain = model, retain
+        self.model, self.acts = model, acts
         self.trace: Trace = trace(model, batch, loss_fn=loss_fn, compute_dtype=dtype)
         self.graph = self.trace.graph
         self.binding = Binding(model, self.graph.groups)
@@ -51,6 +51,9 @@ class Bench:
 
     def of(self, stage: str) -> dict[str, list[Tensor]]:
         return {name: self.weights[name] for name in self.graph.stage(stage).groups}
+
+    def act(self, layer: str) -> Activation:
+        return self.acts if isinstance(self.acts, Activation) else self.acts.get(layer, Activation.RECOMPUTE)
 
     def slots(self, stage: str) -> dict[str, tuple[Tensor, bool]]:
         out = {}
@@ -83,7 +86,7 @@ class Bench:
         self.runner.start(batch)
         self.runner.prologue(self.of(first))
         for name in layers:
-            self.runner.forward(name, self.of(name), Activation.RETAIN if name in self.retain else Activation.RECOMPUTE)
+            self.runner.forward(name, self.of(name), self.act(name))
 
     def back_from_loss(self, seed: float = 1.0, has_tokens: bool = True) -> Tensor:
         first, *layers, last = [s.name for s in self.graph.stages]
@@ -91,7 +94,7 @@ class Bench:
         loss, present = self.runner.epilogue(self.of(last), slots, seed, has_tokens)
         self.collect(slots, present)
         for name in reversed(layers):
-            if name not in self.retain:
+            if self.act(name) is not Activation.RETAIN:
                 self.runner.recompute(name, self.of(name))
             slots = self.slots(name)
             self.collect(slots, self.runner.backward(name, self.of(name), slots, has_tokens))
@@ -113,11 +116,11 @@ def compare(
     batches: list[Batch],
     loss_fn: LossFn | None = None,
     dtype: torch.dtype = torch.float32,
-    retain: Container[str] = (),
+    acts: Mapping[str, Activation] | Activation = Activation.RECOMPUTE,
 ) -> Bench:
     """Steps without updates: loss, gradients, presence, buffers and the generator's state equal eager's."""
     eager, ours = make().to(dtype), make()
-    bench = Bench(ours, batches[0], loss_fn, dtype, retain)
+    bench = Bench(ours, batches[0], loss_fn, dtype, acts)
     for i, batch in enumerate(batches):
         torch.manual_seed(100 + i)
         want_loss, want = tiny_models.loss_and_grads(eager, batch, loss_fn)

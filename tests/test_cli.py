@@ -138,7 +138,7 @@ def test_dump_after(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--fix", "L3.act=selective"], "act: 'selective' is not available in this version; available: retain, offload"),
+        (["--fix", "L3.act=sometimes"], "act: 'sometimes' is unknown; allowed: retain, offload, recompute, selective"),
         (["--fix", "L9.chunks=2"], "the model has no group 'L09'|the model has no group 'L9'"),
         (["--fix", "colour=2"], "unknown key 'colour'"),
         (["--hbm-budget", "1KiB"], "needs .* of HBM, .* more than the budget of 1.0 KiB"),

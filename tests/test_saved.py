@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 import pytest
 import tiny_models
@@ -34,25 +34,25 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def some(seed: int | str, names: list[str]) -> set[str]:
+RECOMPUTE, RETAIN, SELECTIVE = Activation.RECOMPUTE, Activation.RETAIN, Activation.SELECTIVE
+
+
+def some(seed: str) -> dict[str, Activation]:
     draw = random.Random(seed)
-    return {name for name in names if draw.random() < 0.5}
-
-
-LAYERS = [f"L{i:02d}" for i in range(5)]
+    return {f"L{i:02d}": draw.choice([RECOMPUTE, RETAIN, SELECTIVE]) for i in range(5)}
 
 
 @pytest.mark.parametrize("name", tiny_models.FAMILIES)
-def test_any_layers_retained_give_eagers_gradients(name: str) -> None:
+def test_any_choice_gives_eagers_gradients(name: str) -> None:
     batches = [tiny_models.lm_batch("padded", 1), tiny_models.lm_batch("padded", 1)]
-    for retain in (set(LAYERS), some(name, LAYERS)):
-        compare(lambda: tiny_models.family(name, **DROPOUT.get(name, {})), batches, retain=retain)
+    for acts in (RETAIN, some(name)):
+        compare(lambda: tiny_models.family(name, **DROPOUT.get(name, {})), batches, acts=acts)
 
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_awkward_models(name: str) -> None:
-    for retain in (set(LAYERS), some(name, LAYERS)):
-        compare(made(AWKWARD[name]), [tiny_models.mlp_batch()] * 3, tiny_models.classification_loss, retain=retain)
+    for acts in (RETAIN, some(name)):
+        compare(made(AWKWARD[name]), [tiny_models.mlp_batch()] * 3, tiny_models.classification_loss, acts=acts)
 
 
 def forward(bench: Bench, batch: dict[str, Tensor]) -> list[str]:
@@ -103,18 +103,18 @@ def test_the_last_matmul_of_a_layer_is_not_computed_again() -> None:
     def make() -> nn.Module:
         return nn.Sequential(*(Counting() for _ in range(3)), nn.Linear(12, 10))
 
-    bench = Bench(make(), tiny_models.mlp_batch(), tiny_models.classification_loss, retain={"L02"})
+    bench = Bench(make(), tiny_models.mlp_batch(), tiny_models.classification_loss, acts={"L02": RETAIN})
     for layer in bench.model[:3]:
         layer.calls.clear()
     bench.step(tiny_models.mlp_batch())
     assert [layer.calls for layer in bench.model[:3]] == [["up", "down", "up"], ["up", "down", "up"], ["up", "down"]]
 
 
-@pytest.mark.parametrize("retain", [(), LAYERS], ids=["recompute", "retain"])
-def test_weights_are_bound_when_the_backward_runs(retain: Container[str]) -> None:
+@pytest.mark.parametrize("act", [RECOMPUTE, RETAIN, SELECTIVE])
+def test_weights_are_bound_when_the_backward_runs(act: Activation) -> None:
     """The forward's slots hold something else by then."""
     batch = tiny_models.lm_batch()
-    bench = Bench(tiny_models.family("gpt2"), batch, retain=retain)
+    bench = Bench(tiny_models.family("gpt2"), batch, acts=act)
     bench.step(batch)
     want = {name: grad.clone() for name, grad in bench.grads.items()}
     layers = forward(bench, batch)
@@ -193,8 +193,8 @@ def test_functions_that_save_through_their_context() -> None:
         torch.manual_seed(0)
         return nn.Sequential(*(Fused() for _ in range(3)), nn.Linear(12, 10))
 
-    for retain in (set(), set(LAYERS), {"L01"}):
-        compare(make, [tiny_models.mlp_batch()] * 2, tiny_models.classification_loss, retain=retain)
+    for acts in (RECOMPUTE, RETAIN, SELECTIVE):
+        compare(make, [tiny_models.mlp_batch()] * 2, tiny_models.classification_loss, acts=acts)
 
 
 def test_a_saved_tensor_that_is_overwritten_is_noticed() -> None:
