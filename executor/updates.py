@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,8 +50,8 @@ class UpdateQueue:
         if not address:
             raise OSError("no thread can be started for the CPU updates; is the process limit (ulimit -u) reached?")
         self._handle = _Handle(address)
-        weakref.finalize(self._handle, library.slidedp_queue_destroy, address).atexit = False
-        weakref.finalize(self._handle, library.slidedp_queue_close, address)  # runs first; at exit, it alone
+        weakref.finalize(self._handle, _in_process, os.getpid(), library.slidedp_queue_destroy, address).atexit = False
+        weakref.finalize(self._handle, _in_process, os.getpid(), library.slidedp_queue_close, address)  # first; at exit, alone
         self._add, self._arrive = library.slidedp_queue_add, library.slidedp_queue_arrive
         self._found = np.zeros(_MOST, dtype=COMPLETION)
 
@@ -86,6 +87,12 @@ class UpdateQueue:
     def close(self) -> None:
         """Halts, and waits for the threads to end: for a block of an update, a millisecond. Idempotent."""
         self._library.slidedp_queue_close(self._handle)
+
+
+def _in_process(pid: int, call: Callable[[int], object], address: int) -> None:
+    """Not in a fork of it, which has a copy of the queue but none of its threads: waiting for them would never end."""
+    if os.getpid() == pid:
+        call(address)
 
 
 class UpdateStream(PriorityStream):

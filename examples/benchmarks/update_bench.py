@@ -8,7 +8,8 @@ One JSON line a measurement:
 ``kernel``     one call over everything, BF16 gradient in, BF16 shadow out; `reference`: the simplest kernel that vectorises,
                OpenMP with equal shares (as in a plain CPU Adam), on the same memory. The two take turns; medians
 ``queue``      the same elements in tasks of so many MB of gradient, all ready: by the native queue and by the Python worker.
-               `idle_us`: what a task takes beyond its share of `kernel`. `busy`: while another Python thread never rests
+               `idle_us`: what a task takes beyond its share of `kernel`. `busy`: while another Python thread never rests.
+               `alone_us`: from submitting to done of one update of 64 parameters, when nothing else is queued
 ``links``      (with a GPU) `kernel` and `reference` while both DMA directions copy without pause; GB/s of each
 """
 
@@ -108,14 +109,14 @@ def measure_queues(adam: CpuAdam, state: HostState, threads: int, megabytes: int
     streams = Streams()
     streams.updates.open_queue(UpdateQueue(adam.kernels.library, threads, state.words.shape()))
 
-    def native(step: int) -> None:
+    def native(step: int, bounds: list[tuple[int, int]] = bounds) -> None:
         constants = StepConstants(step, OPTIMIZER.lr, 0, None)
         tickets = [streams.updates.submit_update(adam.bind(NAME, *b).handle, constants, (), present=0, gates=(), name="",
                                                  deadline=0, finished=lambda result: None) for b in bounds]
         for ticket in tickets:
             ticket.wait_done()
 
-    def python(step: int) -> None:
+    def python(step: int, bounds: list[tuple[int, int]] = bounds) -> None:
         tickets = [streams.submit(Stream.CPU, lambda b=b: adam.update(NAME, *b, step)) for b in bounds]
         for ticket in tickets:
             ticket.wait_done()
@@ -126,8 +127,10 @@ def measure_queues(adam: CpuAdam, state: HostState, threads: int, megabytes: int
             for queue, run in (("native", native), ("python", python)):
                 queue_s, kernel_s = in_turns(numbered(run), whole, repeats)
                 idle_us = (queue_s - kernel_s) / len(bounds) * 1e6
+                alone = numbered(lambda step, run=run: run(step, [(0, 64)]))
+                alone_us = statistics.median(timed(alone) for _ in range(20)) * 1e6
                 report("queue", threads, numel, queue_s, queue=queue, megabytes=megabytes, busy=busy, tasks=len(bounds),
-                       task_us=round(queue_s / len(bounds) * 1e6), idle_us=round(idle_us, 1))
+                       task_us=round(queue_s / len(bounds) * 1e6), idle_us=round(idle_us, 1), alone_us=round(alone_us, 1))
     streams.close()
 
 
