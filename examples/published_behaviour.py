@@ -1,12 +1,14 @@
 """What was published of SlideDP on A800 machines, and what the shipped profiles give. Needs no GPU, no weights.
 
-Qwen3-14B, full-parameter fine-tuning. Nothing is tuned to a case: every line comes from the same three profiles, which differ
-only in the number of GPUs and in whether there is a link between them. What is assumed, since it was not published:
+Qwen3-14B, full-parameter fine-tuning. Nothing is tuned to a case: every line comes from three profiles of one host, which differ
+in the number of GPUs that share it and in whether there is a link between them. What is assumed, since it was not published:
 
 - sequences of 512 tokens and full recompute. The rate of the GPU is fitted to the compute-only reference (27.2 s on 4 for 256
   sequences), so only the time a sequence takes matters, not its length. Layers must be recomputed, because 64 sequences a
   GPU do not fit 80 GB otherwise; at 1024 tokens that would be 87 % of the datasheet's peak, which nothing reaches;
-- one host, the same for 4 and 8 GPUs, whose memory moves 70 GB/s: that is where published casts for two GPUs stop;
+- one host, the same for 4 and 8 GPUs, whose memory moves 70 GB/s: that is where published casts for two GPUs stop. It matters:
+  at 60 to 80 GB/s the gains are 25 to 19 % with a link and 18 % without; at 100 there is a gain of 4 % with a link, for then
+  the host keeps up with the GPUs either way;
 - both routes deliver the BF16 shadow that the update keeps, and gradients are summed between the GPUs. (When every rank casts
   for itself, `--fix source=cast`, sharding wins with and without a link: the published gain of the replicated route is then out
   of reach, as each rank's cast of the whole model is too much for this host.);

@@ -121,6 +121,8 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
 
 def add_simulate_arguments(simulate: argparse.ArgumentParser) -> None:
     simulate.set_defaults(run=run_simulate)
+    simulate.description = ("Simulates a step for each batch, number of ranks and route. 'host busy' is the busiest of all that "
+                            "is not the GPU; 'bound by' the kind of op that takes most of the critical cycle.")
     simulate.add_argument("--model", required=True, metavar="PRESET|CONFIG", help="as for slidedp plan")
     simulate.add_argument("--hw", required=True, metavar="NAME|YAML", help="as for slidedp plan")
     simulate.add_argument("--batch", type=positives, required=True, metavar="B,...",
