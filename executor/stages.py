@@ -17,21 +17,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.memory import SELECTED_SHARE
-from slidedp.executor.backend import Backend, RngState, poison
-from slidedp.executor.binding import Binding, BufferStore
+from slidedp.executor.backend import Backend, poison
+from slidedp.executor.binding import Binding
 from slidedp.executor.gradients import GradientSlots
 from slidedp.executor.parcels import Copy, Geometry, Parcel, storage_of
 from slidedp.executor.saved import SavedTensors, enter
 from slidedp.executor.selective import Keeping, Measuring, choose
+from slidedp.executor.surroundings import Changed, Surroundings
 
 if TYPE_CHECKING:
     from slidedp.compiler.tracer import StageProgram, Trace
@@ -69,24 +70,6 @@ class _Boundary:
     slot: Tensor | None = None
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What a layer's recompute has to put back: generator state and buffers from before its forward, where it changed them."""
-
-    rng: RngState | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """State that a forward may change, from before it: generators; buffers, their versions, and copies of them."""
-
-    rng: RngState
-    buffers: dict[str, Tensor]
-    versions: dict[str, int]
-    snapshot: dict[str, Tensor]
-
-
 class StageRunner:
     """Runs the stages of one trace on a bound module. One step at a time, started by :meth:`start`.
 
@@ -101,7 +84,7 @@ class StageRunner:
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
         self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
-        self._written_buffers: dict[tuple[str, bool], set[str]] = {}  # (stage, training mode) -> buffers found changed
+        self._surroundings = Surroundings(binding, backend)
         self._choices: dict[tuple[str, bool], frozenset[int]] = {}  # (stage kind, training mode) -> operations to keep
         self._slots = GradientSlots(binding.groups)
         self._clear()
@@ -110,7 +93,7 @@ class StageRunner:
         self._env: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
         self._graphs: dict[str, _Graph] = {}
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, Changed] = {}
         self._with_inputs: set[str] = set()
         self._boundaries: dict[str, _Boundary] = {}
         self._uses_left: Counter[str] = Counter()
@@ -168,7 +151,7 @@ class StageRunner:
             self._release_inputs(program)
             return
         rerun = act in (Activation.RECOMPUTE, Activation.SELECTIVE)
-        before = self._before(program) if rerun else None
+        before = self._surroundings.before(program) if rerun else None
         saved = SavedTensors(self._labels[stage], keep=not rerun)
         keeping = self._keeping(stage) if act is Activation.SELECTIVE else None
         saved.bind_weights(weights)
@@ -182,7 +165,8 @@ class StageRunner:
         self._graphs[stage] = _Graph(inputs, _edges(program, outputs), weights, saved, keeping)
         self._store(program, outputs)
         if before is not None:
-            self._kept[stage] = self._changed_since(before, program)
+            kept = self._kept[stage] = self._surroundings.changed_since(before, program)
+            self._drew |= kept.rng is not None
         elif act is Activation.OFFLOAD:
             self._with_inputs.add(stage)
         else:
@@ -197,7 +181,7 @@ class StageRunner:
             graph.saved.bind_weights(weights)
             inputs = self._inputs_back(stage)
             graph.saved.bind_inputs(inputs)
-            with self._modes_of_the_step(), _AsBefore(self._backend, self._buffers(), kept), torch.enable_grad():
+            with self._modes_of_the_step(), self._surroundings.as_before(kept), torch.enable_grad():
                 entered = enter({name: inputs[name] for name in program.grad_inputs})
                 args = [entered.get(name, inputs[name]) for name in program.inputs]
                 with self._replaying(stage, graph.keeping):
@@ -388,84 +372,12 @@ class StageRunner:
         else:
             with Measuring(self._backend) as measuring:
                 yield
-            layer_bytes = self.trace.graph.stage(stage).activation_bytes
-            self._choices[key] = choose(measuring.measured(), layer_bytes, SELECTED_SHARE)
+            if ops := measuring.measured():
+                self._choices[key] = choose(ops, self.trace.graph.stage(stage).activation_bytes, SELECTED_SHARE)
 
     def _choice_key(self, stage: str) -> tuple[str, bool]:
         return self.trace.graph.stage(stage).kind_key, self._binding.model.training
 
-    # ---- what a recompute must find as it was ----
-
-    def _buffers(self) -> BufferStore:
-        assert self._binding.buffers is not None
-        return self._binding.buffers
-
-    def _before(self, program: StageProgram) -> _Before:
-        store = self._buffers()
-        buffers = {name: store.get(name) for name in program.buffers}
-        return _Before(
-            self._backend.rng_state(),
-            buffers,
-            {name: buffer._version for name, buffer in buffers.items()},
-            {name: buffer.clone() for name, buffer in buffers.items()},
-        )
-
-    def _changed_since(self, before: _Before, program: StageProgram) -> _Kept:
-        kept = _Kept()
-        if not before.rng.same(self._backend.rng_state()):
-            kept.rng, self._drew = before.rng, True
-        if before.buffers:
-            kept.buffers = {name: before.snapshot[name] for name in self._changed_buffers(program, before)}
-        return kept
-
-    def _changed_buffers(self, program: StageProgram, before: _Before) -> set[str]:
-        """Buffers that the forward has written to or replaced.
-
-        Version counters miss the running statistics of `torch.batch_norm`. Hence its modules are known by class, and for
-        anybody else's the values are compared the first time (which on a GPU waits for it).
-        """
-        store, snapshot = self._buffers(), before.snapshot
-        changed = {n for n, old in before.buffers.items() if store.get(n) is not old or old._version != before.versions[n]}
-        changed |= {name for name in before.buffers if _tracks_statistics(store.owner(name))}
-        key = (program.name, self._binding.model.training)
-        if key not in self._written_buffers:
-            others = before.buffers.keys() - changed
-            self._written_buffers[key] = {n for n in others if not _same(snapshot[n], store.get(n))}
-        return changed | self._written_buffers[key]
-
-
 def _edges(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
     named = dict(zip(program.outputs, outputs, strict=True))
     return {name: get_gradient_edge(named[name]) for name in program.grad_outputs if named[name].requires_grad}
-
-
-class _AsBefore:
-    """Context of a recompute: generators and buffers as before the forward; afterwards as it found them."""
-
-    def __init__(self, backend: Backend, buffers: BufferStore, kept: _Kept) -> None:
-        self._backend, self._buffers, self._kept = backend, buffers, kept
-
-    def __enter__(self) -> None:
-        self._now = {name: self._buffers.get(name) for name in self._kept.buffers}
-        for name, value in self._kept.buffers.items():
-            self._buffers.set(name, value)  # the recompute writes to the snapshot, which nobody needs afterwards
-        if self._kept.rng is not None:
-            self._rng = self._backend.rng_state()
-            self._backend.set_rng_state(self._kept.rng)
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._kept.rng is not None:
-            self._backend.set_rng_state(self._rng)
-        for name, value in self._now.items():
-            self._buffers.set(name, value)
-
-
-def _tracks_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal bits, except that NaNs count as different: then the snapshot is kept, which is always right."""
-    return a.shape == b.shape and torch.equal(a, b)
-
-

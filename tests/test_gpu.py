@@ -138,6 +138,57 @@ def test_delays_and_poison_change_no_bit():
     torch.use_deterministic_algorithms(False)
 
 
+CHOICES = [
+    {"act": "retain"},
+    {"act": "recompute", "boundary": "host"},
+    {"act": "offload"},
+    {"act": "offload", "boundary": "host", "act_slots": 1},
+    {"act": "selective"},
+    {"layers": {"L0": {"act": "offload"}, "L1": {"boundary": "host"}, "L2": {"act": "selective"}, "L3": {"act": "offload"}}},
+]
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_activation_choices_change_no_bit():
+    """With dropout, and with copies or anything else late and what is free filled with NaN."""
+    model, batches = rounded(PlainGPT(width=64, layers=6, dropout=0.2)), [lm_batch(seed=i, batch=4, seq=32) for i in range(3)]
+
+    def run(policy, options=None):
+        torch.manual_seed(3)
+        return train_streamed(model, batches, options, policy={"window": 2, **policy})
+
+    want = run({"act": "recompute"})
+    for seed, policy in enumerate(CHOICES * 2):
+        rng = random.Random(seed)
+        slow = rng.choice(["act_offload", "act_reload", "bwd", ""])
+        options = MachineOptions(delay=lambda name, slow=slow, rng=rng: 2e-3 * (name.startswith(slow) and rng.random() < 0.5),
+                                 poison=True)  # fmt: skip
+        got = run(policy, options if seed >= len(CHOICES) else None)
+        assert got[0] == want[0], policy
+        assert all(torch.equal(got[1][n], p) for n, p in want[1].items()), policy
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_qwen3_06b_activation_choices():
+    """The bits of recompute at every choice; retaining takes what the plan says it takes, and moving away gives it back."""
+    batches, losses, peak, planned = token_batches(3, batch=8), {}, {}, {}
+    for policy in ({"act": "recompute"}, *CHOICES[:5]):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with slidedp.compile(qwen3("0.6b").to("cpu", torch.float32), optimizer=OPTIMIZER, device="cuda", policy=policy) as plan:
+            name = " ".join(map(str, policy.values()))
+            losses[name] = [plan.run(batch).loss for batch in batches]
+            seconds = plan.run(batches[0]).wall_s
+            plan.synchronize()
+            peak[name], planned[name] = torch.cuda.max_memory_allocated(), plan.memory().hbm_bytes
+            print(f"\n{name:<20} {seconds:.3f} s, GiB allocated {peak[name] / 2**30:.2f}, planned {planned[name] / 2**30:.2f}")
+    assert all(found == losses["recompute"] for found in losses.values())
+    extra = peak["retain"] - peak["recompute"]
+    assert extra == pytest.approx(planned["retain"] - planned["recompute"], rel=0.05)
+    assert peak["recompute host"] < peak["recompute"]
+    assert peak["offload"] - peak["recompute"] < 0.35 * extra
+
+
 def test_two_ranks_share_the_gpu(run_ranks):
     """Over gloo, staged: NCCL refuses two ranks on one device."""
     one = run_ranks(rank_cases.on_the_gpu, 1, timeout=200)[0].value

@@ -85,6 +85,34 @@ def test_a_recomputed_layer_keeps_its_inputs_and_nothing_else() -> None:
     assert not kept.kept()
 
 
+def test_what_goes_to_the_host_leaves_the_device_and_comes_back_elsewhere() -> None:
+    model, batch = tiny_models.family("qwen3"), tiny_models.lm_batch("padded")
+    bench = Bench(model, batch)
+    bench.step(batch)
+    want, runner, name = dict(bench.grads), bench.runner, "L03"
+    forward(bench, batch)  # all recomputed; then the last layer once more, its way
+    runner._graphs.pop(name), runner._kept.pop(name)
+    before = alive().keys()
+    runner.forward(name, bench.of(name), Activation.OFFLOAD)
+    stage = bench.graph.stage(name)
+    saved = runner._graphs[name].saved
+    assert num_bytes(saved.kept()) == stage.activation_bytes
+    host = {"act": torch.empty(stage.activation_bytes, dtype=torch.uint8), "h": torch.empty(4096, dtype=torch.uint8)}
+    slot = {head: torch.full_like(buffer, 0xFF) for head, buffer in host.items()}
+    sizes = {head: runner.offload(f"{head}.{name}", buffer, Tensor.copy_) for head, buffer in host.items()}
+    assert sizes == {"act": stage.activation_bytes, "h": -(-stage.boundary_bytes // 512) * 512}
+    for head in host:
+        runner.leave(f"{head}.{name}", poisoned=True)
+    assert not saved.kept()
+    mine = {storage_of(t) for t in (*host.values(), *slot.values(), *runner._env.values())}
+    assert sum(size for key, size in alive().items() if key not in before and key not in mine) < 64
+    for head in host:
+        assert runner.reload(f"{head}.{name}", host[head], slot[head], Tensor.copy_) == sizes[head]
+    bench.collect(slots := bench.slots("epilogue"), runner.epilogue(bench.of("epilogue"), slots)[1])
+    bench.collect(slots := bench.slots(name), runner.backward(name, bench.of(name), slots))
+    assert all(torch.equal(grad, want[n]) for n, grad in bench.grads.items() if ".layers.3." in n)
+
+
 class Counting(nn.Module):
     """How often each of its matmuls has run."""
 
