@@ -46,6 +46,7 @@ class Interpreter:
         self.rank, self.world = machine.rank, machine.world_size
         self.op_names = tuple(op.name for op in graph.ops)
         self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
+        self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
@@ -303,7 +304,7 @@ class Interpreter:
         gradient, (lo, hi), weights = op.reads[0], self.span(op.writes[0]), self.device(op.writes[1])
         source, update, group = self.device(gradient), self.machine.update_resident, op.layer
         last = op is self.graph.on(Stream.UPDATE)[-1]
-        reduced = next((o.name for o in self.graph.ops if gradient in o.writes), None) if self.world > 1 else None
+        reduced = self.reduced_by.get(gradient)
 
         def task(step: Step) -> None:
             if not math.isfinite(step.global_loss()):

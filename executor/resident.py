@@ -73,7 +73,7 @@ class ResidentState:
         self.adam = GpuAdam(adam, chain(*self._chunks.values()), backend, exact=exact, workspace=workspace)
         self.newest = 0
         """Turn of the last step that updates: what the masters have to be shown of."""
-        self._shown = 0
+        self._written = self._shown = 0  # turn of the last step whose masters this rank, and every rank, has on the host
         self._uploaded = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -140,6 +140,7 @@ class ResidentState:
             return
         if self._thread is None:
             self.write_back()
+            self._written = turn
         else:
             self._host.words.publish(self._words.asked, turn)
             self._host.words.wait(self._words.shown, turn, check)
@@ -147,25 +148,25 @@ class ResidentState:
 
     def _answer(self) -> None:
         """Of several ranks: the thread that copies this rank's part when any rank asks."""
-        words, done = self._host.words, 0
+        words = self._host.words
         try:
             if self._backend.device.type == "cuda":
                 torch.cuda.set_device(self._backend.device)
             while not self._stopped.wait(LOOK_S):
                 turn = words.highest(self._words.asked)
-                if turn > done and words.own(self._words.drained) >= turn:
+                if turn > self._written and words.own(self._words.drained) >= turn:
                     self.write_back()
+                    self._written = turn
                     words.publish(self._words.shown, turn)
-                    done = turn
         except BaseException as e:
             self._on_failure(e)
 
     def close(self, *, rescue: bool) -> None:
-        """`rescue`: something has failed and nothing was shown: save what this rank has, if its device still answers."""
+        """`rescue`: something has failed since masters were last shown: save what this rank has, if its device still answers."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
-        if rescue and self._uploaded and self.groups:
+        if rescue and self._uploaded and self._written != self.newest:  # else the user may have written other weights there
             with suppress(Exception):
                 self.write_back()
             if self._host.world_size > 1:

@@ -110,6 +110,10 @@ def test_what_moves():
             plan.run(lm_batch())
             plan.synchronize()
             counts[name] = plan.counters()
+            host, planned = plan._machine.state.bytes_by_place(), plan.memory().host
+            assert [host[k] for k in ("master", "moments", "shadow", "grads")] == [
+                planned[k] for k in ("master weights", "moments", "shadow", "gradients")]
+            assert (host["moments"] == 0) is (name == "hbm")
             weights = sum(4 * g.numel for g in plan._spec.layers.groups)
     assert set(counts["hbm"]) == {"gpu_update"}
     assert counts["hbm"]["gpu_update"] == counts["host"]["cpu_update"] == counts["hold"]["cpu_update"]
