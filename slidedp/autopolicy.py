@@ -23,7 +23,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import EventGraph
-from slidedp.compiler.frames import find_frames
+from slidedp.compiler.frames import SLOTS, other_counts
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.maxplus import max_cycle_ratio
@@ -81,8 +81,13 @@ class Problem:
         families = self.choices(decisions).families
         return Choices(tuple(replace(f, options=f.options[:1]) for f in families), (), decisions)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs))
+
     def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
-        return build_event_graph(self.layers, choices, OptionCosts(self.layers, self.hw, self.costs, scale or {}))
+        """Unscaled graphs share what they asked the cost model."""
+        costs = OptionCosts(self.layers, self.hw, self.costs, dict(scale)) if scale else self._unscaled
+        return build_event_graph(self.layers, choices, costs)
 
     def rows(self, choices: Choices) -> tuple[MemoryRow, ...]:
         return memory_rows(self.layers, choices, self.hbm_budget, self.host_budget)
@@ -122,21 +127,20 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
 def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:
     """The choices with the slots in which a good plan is fastest: the rule's unless others save more than `WORTH`."""
     base = problem.choices(rule)
-    start: tuple[int, ...] | None = None
-    best, best_us = base, 0.0
-    for frame in find_frames(problem.layers, hint or rule, pinned_slots(problem.layers, problem.policy)):
-        choices = base.with_frame(frame)
-        rows = problem.rows(choices)
-        if start is None:
-            graph = problem.graph(choices)
-            start = choices.encode(hint) if hint is not None else choices.default
-            if feasible(rows, start):
-                start, _ = descend(graph, rows, start)
-            best, best_us = choices, float(max_cycle_ratio(graph, start).ratio)
-        elif feasible(rows, start):
-            us = float(max_cycle_ratio(problem.graph(choices), start).ratio)
-            if us < best_us * (1 - WORTH):
-                best, best_us = choices, us
+    pinned = pinned_slots(problem.layers, problem.policy)
+    best = base.with_frame(hint) if hint is not None else base
+    graph, rows = problem.graph(best), problem.rows(best)
+    selection = best.encode(hint) if hint is not None else best.default
+    if feasible(rows, selection):
+        selection, _ = descend(graph, rows, selection)
+    best_us = float(max_cycle_ratio(graph, selection).ratio)
+    for key, counts in SLOTS.items():
+        for frame in other_counts(problem.layers, best.defaults, key, counts, pinned):
+            choices = base.with_frame(frame)
+            if feasible(problem.rows(choices), selection):
+                us = float(max_cycle_ratio(problem.graph(choices), selection).ratio)
+                if us < best_us * (1 - WORTH):
+                    best, best_us = choices, us
     return best
 
 

@@ -8,7 +8,6 @@ where ortools is not installed. Solved decisions are cached by all that they dep
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from slidedp.compiler.costs import WithFallback
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.errors import BudgetError
-from slidedp.compiler.frames import GRAD_SLOTS, WINDOWS, find_frames
+from slidedp.compiler.frames import find_frames, smallest_frame
 from slidedp.compiler.infeasible import explain, fitting_start
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.measured import Measurement
@@ -111,10 +110,7 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
         boundless = rule(NO_BUDGET, NO_BUDGET)
         small = smallest_that_fits(problem, boundless, policy)
         if small is None:
-            pinned = pinned_slots(layers, policy)
-            least = replace(boundless, window=boundless.window if "window" in pinned else WINDOWS[0],
-                            grad_slots=boundless.grad_slots if "grad_slots" in pinned else GRAD_SLOTS[0])  # fmt: skip
-            choices = find_choices(layers, least, policy)
+            choices = find_choices(layers, smallest_frame(boundless, pinned_slots(layers, policy)), policy)
 
             def without_pins() -> bool:
                 return bool(policy) and smallest_that_fits(problem, boundless, None) is not None
@@ -124,10 +120,11 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
 
 
 def smallest_that_fits(problem: Problem, rule: Decisions, policy: object) -> Decisions | None:
-    """The first frame, from the rule's on, in which the least of some budget fits both."""
+    """The first frame, from the rule's to the smallest, in which the least of some budget fits both."""
     layers = problem.layers
     pins = problem.policy if policy else None
-    for frame in find_frames(layers, rule, pinned_slots(layers, pins)):
+    pinned = pinned_slots(layers, pins)
+    for frame in (*find_frames(layers, rule, pinned), smallest_frame(rule, pinned)):
         choices = find_choices(layers, frame, pins)
         start = fitting_start(memory_rows(layers, choices, problem.hbm_budget, problem.host_budget), choices)
         if start is not None:

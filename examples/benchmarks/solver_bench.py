@@ -1,0 +1,83 @@
+"""How long plans take to solve, and how near to the best they are: 36 and 80 layers, with and without the earlier plan as a hint.
+
+    python examples/benchmarks/solver_bench.py             # all cases, about five minutes on two cores
+    python examples/benchmarks/solver_bench.py --layers 36
+
+No GPU and no weights: stacks of layers of the sizes of Qwen3-4B and Qwen2.5-72B, every family of decisions open. Columns: the
+rule's step, the solved one, the gap to the proven bound, seconds on the clock and of this process, the same with the solved plan
+of the neighbouring batch size as a hint, and whether solving twice gave the same plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from slidedp.compiler.choices import find_choices
+from slidedp.compiler.costs import AnalyticCostModel, WithFallback
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.eventbuild import build_event_graph
+from slidedp.compiler.eventcosts import OptionCosts
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Stage, StageKind, aligned
+from slidedp.compiler.maxplus import max_cycle_ratio
+from slidedp.compiler.memoryrows import memory_rows
+from slidedp.compiler.solver import Solution, import_cp_model, solve
+from slidedp.hardware import load_profile
+
+SHAPES = {36: (100_930_560, 151936 * 2560, 2560, 9728, 1024), 80: (856_000_000, 152064 * 8192, 8192, 29568, 1024)}
+"""Layers -> elements of a layer and of embedding or head, hidden and intermediate width, sequence length."""
+
+CASES = [(36, "h200x1", 4), (36, "h200x1", 16), (36, "h200x4", 4), (36, "a800x4-nvlink", 16), (36, "a800x4-pcie", 2),
+         (80, "h200x4", 4), (80, "a800x4-nvlink", 16), (80, "a800x4-pcie", 2), (80, "rtx4090x4", 1)]  # fmt: skip
+
+
+def stack(num_layers: int, batch: int, world_size: int) -> LayerGraph:
+    """A decoder of `num_layers`, each with its own embedding and head, for `batch` sequences a rank."""
+    layer, vocab, hidden, intermediate, seq = SHAPES[num_layers]
+    unit, tokens = ALIGN * world_size, batch * seq
+    sizes = {"prologue": vocab, **{f"L{i:02}": layer for i in range(num_layers)}, "epilogue": vocab}
+    groups = [Group(name, aligned(n, unit), aligned(n, unit), (name,)) for name, n in sizes.items()]
+    boundary = tokens * hidden * 2
+    kept = boundary * 10 + tokens * intermediate * 2 * 3
+    stages = [Stage("prologue", StageKind.PROLOGUE, ("prologue",), "Embedding"),
+              *(Stage(n, StageKind.LAYER, (n,), "Block", 2 * tokens * layer, boundary, kept) for n in sizes if n[0] == "L"),
+              Stage("epilogue", StageKind.EPILOGUE, ("epilogue",), "Head", 2 * tokens * vocab, boundary, kept)]  # fmt: skip
+    return LayerGraph(tuple(stages), tuple(groups), world_size, "bfloat16", "bfloat16", f"{num_layers} layers")
+
+
+def run(num_layers: int, hw: HardwareProfile, batch: int, hint: Decisions | None = None) -> tuple[Solution, int, float, float]:
+    """(solution, step of the rule's plan in us, seconds on the clock, seconds of this process), graph and rows included."""
+    layers = stack(num_layers, batch, hw.num_gpus)
+    clock, process = time.perf_counter(), time.process_time()
+    choices = find_choices(layers, default_decisions(layers, hw))
+    costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype))
+    graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
+    solution = solve(graph, memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes), hint=hint)
+    seconds = time.perf_counter() - clock, time.process_time() - process
+    return solution, round(max_cycle_ratio(graph, choices.default).ratio), *seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, choices=sorted(SHAPES), help="only these")
+    args = parser.parse_args()
+    import_cp_model()  # a second or two that solving is not to blame for
+    print(f"{'layers':>6} {'machine':<14} {'batch':>5} {'rule ms':>9} {'solved ms':>9} {'gap':>7} {'clock s':>8} {'cpu s':>7} "
+          f"{'hinted':>7} {'cpu s':>7}  same")  # fmt: skip
+    for num_layers, machine, batch in CASES:
+        if args.layers not in (None, num_layers):
+            continue
+        hw = replace(load_profile(machine), host_bytes=2**42)  # no machine here is too small: what is timed is the solver
+        solution, rule_us, clock, process = run(num_layers, hw, batch)
+        again = run(num_layers, hw, batch)[0]
+        hinted, _, hint_clock, hint_process = run(num_layers, hw, batch, solution.decisions)
+        same = again.decisions == solution.decisions and hinted.gap <= max(solution.gap, 5e-3)
+        print(f"{num_layers:>6} {machine:<14} {batch:>5} {rule_us / 1e3:>9.1f} {solution.step_us / 1e3:>9.1f} {solution.gap:>7.3%} "
+              f"{clock:>8.1f} {process:>7.1f} {hint_clock:>7.1f} {hint_process:>7.1f}  {'yes' if same else 'NO'}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
