@@ -95,10 +95,7 @@ class Problem:
 
 def is_tiny(problem: Problem, rule: Decisions) -> bool:
     """True for a step that is left to the rule."""
-    if not problem.layers.layers:
-        return True
-    fixed = problem.fixed(rule)
-    return max_cycle_ratio(problem.graph(fixed), fixed.default).ratio < TINY_STEP_US
+    return not problem.layers.layers or problem.simulate(rule).step_us < TINY_STEP_US
 
 
 def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = None) -> AutoPlan:
