@@ -108,23 +108,29 @@ def on_meta(model: nn.Module, compute_dtype: torch.dtype) -> Iterator[MetaModel]
 
 @contextmanager
 def no_triton() -> Iterator[None]:
-    """Triton kernels raise instead of running: on a meta tensor one would read address 0 of the GPU and end the process's
-    use of it. What cannot run is then a leaf whose output is assumed, or named in an error.
+    """Triton kernels do nothing instead of running: on a meta tensor one would read address 0 of the GPU and end the process's
+    use of it. What they would write has no values here anyway, only shapes, which the Python around them gives.
+
+    On a tensor with values they raise.
     """
-    triton = sys.modules.get("triton.runtime.jit")
-    if triton is None:
-        yield
-        return
-    run = triton.JITFunction.run
+    launchers = {("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner")}
+    classes = [getattr(sys.modules[module], name) for module, name in launchers if module in sys.modules]
+    before = [(cls, cls.run) for cls in classes]
 
-    def refuse(kernel: Any, *args: object, **kwargs: object) -> None:
-        raise RuntimeError(f"Triton kernel {getattr(kernel, '__name__', kernel)} cannot run on meta tensors")
+    def skip(kernel: Any, *args: object, **kwargs: object) -> None:
+        with torch._C.DisableTorchFunction():  # the recorder says that tensors are where they would be
+            given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            has_values = any(not a.is_meta for a in given)
+        if has_values:
+            raise RuntimeError(f"Triton kernel {getattr(kernel, '__name__', kernel)} cannot run while a model is traced")
 
-    triton.JITFunction.run = refuse
+    for cls in classes:
+        cls.run = skip
     try:
         yield
     finally:
-        triton.JITFunction.run = run
+        for cls, run in before:
+            cls.run = run
 
 
 @contextmanager

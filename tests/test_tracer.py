@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -203,3 +205,49 @@ def test_the_last_layer_may_return_the_loss() -> None:
     t = trace(model, {"x": torch.randn(6, 12)}, loss_fn=loss_fn)
     assert t.programs[-1].outputs[0].startswith("epilogue.")
     assert_same(t, model, {"x": torch.randn(6, 12)}, loss_fn)
+
+
+def test_triton_kernels_are_skipped_and_what_their_functions_save_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for Triton: a launch goes through `JITFunction.run`, and would end in an error on a meta tensor."""
+
+    class JITFunction:
+        def run(self, x: Tensor, out: Tensor) -> None:
+            assert not x.is_meta
+            out.copy_(x * 2)
+
+    triton = types.ModuleType("triton.runtime.jit")
+    triton.JITFunction = JITFunction
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", triton)
+    kernel, run = JITFunction(), JITFunction.run
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            kernel.run(x, out)
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Doubled.apply(self.linear(x))
+
+    model = torch.nn.Sequential(Block(), Block(), torch.nn.Linear(12, 10))
+    t = trace(model, tiny_models.mlp_batch(), loss_fn=tiny_models.classification_loss)
+    assert [s.activation_bytes for s in t.graph.layers] == [512, 512, 0]  # 6 x 12 FP32, rounded up
+    assert JITFunction.run is run
+    assert torch.equal(kernel_output(kernel), torch.full((2,), 2.0))
+
+
+def kernel_output(kernel: Any) -> Tensor:
+    out = torch.empty(2)
+    kernel.run(torch.ones(2), out)
+    return out
