@@ -7,7 +7,8 @@
     training.json                       step, step counts of the parameters, and what the caller adds (data position, …)
 
 Nothing in it depends on ranks, routes, chunks or device: any plan of the same model can resume from it. Ranks share the
-files of one save, and of one load, evenly; no process ever holds more than one file's tensors beside the state.
+files of one save, and of one load, evenly; no process ever holds more than one file's tensors beside the state. Moments that
+live in HBM, in parts on all ranks, come together in shared memory for one file at a time (checkpoint_moments.py).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import Group
 from slidedp.executor.checkpoint_files import CheckpointError, FileFact, FileLayer
-from slidedp.executor.host_state import Buffer, HostState
+from slidedp.executor.checkpoint_moments import MOMENTS, ResidentMoments
+from slidedp.executor.host_state import Buffer, HostState, shaped
 
 FILE_BYTES = 2 * 2**30
 """Weights of about so many bytes make a file."""
 
 INDEX, TRAINING, BUFFERS = "model.safetensors.index.json", "training.json", "model-buffers.safetensors"
-_MOMENTS = (Buffer.EXP_AVG, Buffer.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True)
@@ -79,30 +80,40 @@ def file_names(state: HostState, model: nn.Module) -> list[str]:
 
 
 def write_part(directory: Path, state: HostState, model: nn.Module, training: Mapping[str, Any], device: torch.device,
-               files: FileLayer) -> dict[str, FileFact]:
-    """Writes this rank's files; returns their facts. Nothing may be updating the state."""
-    parts = cut_files(list(state.groups.values()))
-    content: dict[str, dict[str, Tensor] | str] = {}
-    for part in parts[state.rank :: state.world_size]:
-        content[part.model_file] = tensors(state, part, (Buffer.MASTER,))
-        content[part.moments_file] = tensors(state, part, _MOMENTS)
-    content[f"rng-{state.rank:05d}.safetensors"] = rng_states(device)
-    if state.rank == 0:
-        buffers = persistent_buffers(model)
-        where = {name: part.model_file for part in parts for name in tensors(state, part, (Buffer.MASTER,))}
-        if buffers:
-            content[BUFFERS] = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
-            where |= dict.fromkeys(buffers, BUFFERS)
-        if hasattr(getattr(model, "config", None), "to_json_string"):
-            content["config.json"] = model.config.to_json_string()  # type: ignore[union-attr,operator]
-        size = sum(4 * g.numel for g in state.groups.values())
-        content[INDEX] = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=1)
-        content[TRAINING] = json.dumps(training, indent=1)
-    facts = {}
-    for name, value in content.items():
-        files.write(directory / name, lambda path, value=value: write_file(path, value))  # type: ignore[misc]
+               files: FileLayer, resident: ResidentMoments) -> dict[str, FileFact]:
+    """Writes this rank's files; returns their facts. Nothing may be updating the state. Collective."""
+    facts: dict[str, FileFact] = {}
+
+    def write(name: str, value: dict[str, Tensor] | str) -> None:
+        files.write(directory / name, lambda path: write_file(path, value))
         facts[name] = FileFact.of(directory / name)
+
+    def write_groups(part: Part) -> None:
+        write(part.model_file, tensors(state, part, (Buffer.MASTER,)))
+        write(part.moments_file, tensors(state, part, MOMENTS, resident.flat))
+
+    parts = cut_files(list(state.groups.values()))
+    resident.each([part.groups for part in parts], lambda i: write_groups(parts[i]), to_host=True)
+    write(f"rng-{state.rank:05d}.safetensors", rng_states(device))
+    if state.rank == 0:
+        for name, value in write_once(state, model, training, parts).items():
+            write(name, value)
     return facts
+
+
+def write_once(state: HostState, model: nn.Module, training: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+    """What rank 0 alone writes, by file: buffers, the model's configuration and index, the training's facts."""
+    content: dict[str, Any] = {}
+    where = {p.name: part.model_file for part in parts for name in part.groups for p in state.groups[name].params}
+    if buffers := persistent_buffers(model):
+        content[BUFFERS] = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+        where |= dict.fromkeys(buffers, BUFFERS)
+    if hasattr(getattr(model, "config", None), "to_json_string"):
+        content["config.json"] = model.config.to_json_string()  # type: ignore[union-attr,operator]
+    size = sum(4 * g.numel for g in state.groups.values())
+    content[INDEX] = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=1)
+    content[TRAINING] = json.dumps(training, indent=1)
+    return content
 
 
 def write_file(path: Path, value: dict[str, Tensor] | str) -> None:
@@ -112,15 +123,22 @@ def write_file(path: Path, value: dict[str, Tensor] | str) -> None:
         save_file(value, path, metadata={"format": "pt"})
 
 
-def tensors(state: HostState, part: Part, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
-    """The parameters' values in these buffers, by the name that they have in the file."""
+def tensors(
+    state: HostState, part: Part, buffers: Sequence[Buffer], elsewhere: Mapping[tuple[Buffer, str], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The parameters' values in these buffers, by the name that they have in the file.
+
+    `elsewhere`: flat buffers that are not in the host state.
+    """
     out = {}
     for group in (state.groups[name] for name in part.groups):
         for buffer in buffers:
             params = [p for p in group.params if p.trainable or buffer is Buffer.MASTER]
             if params:
                 prefix = "" if buffer is Buffer.MASTER else f"{buffer}."
-                out |= {prefix + p.name: v for p, v in zip(params, state.views(buffer, group.name), strict=True)}
+                flat = (elsewhere or {}).get((buffer, group.name))
+                views = state.views(buffer, group.name) if flat is None else [shaped(flat, p) for p in params]
+                out |= {prefix + p.name: v for p, v in zip(params, views, strict=True)}
     return out
 
 
@@ -144,16 +162,20 @@ def require_same_model(path: Path, manifest: Mapping[str, Any], groups: Sequence
 
 
 @torch.no_grad()
-def read_part(path: Path, manifest: Mapping[str, Any], state: HostState, model: nn.Module,
-              device: torch.device) -> dict[str, Any]:
-    """Reads this rank's share of weights and moments into the host state, its own buffers and generators, and training.json.
+def read_part(path: Path, manifest: Mapping[str, Any], state: HostState, model: nn.Module, device: torch.device,
+              resident: ResidentMoments) -> dict[str, Any]:
+    """Reads this rank's share of weights and moments, its own buffers and generators, and training.json. Collective.
 
     Generators of ranks that the save had not are left as they are. Raises CheckpointError for a file that cannot be read.
     """
+    parts = cut_files(list(state.groups.values()))
+
+    def read_groups(part: Part) -> None:
+        fill(path, manifest, tensors(state, part, (Buffer.MASTER,)), "model-")
+        fill(path, manifest, tensors(state, part, MOMENTS, resident.flat), "moments-")
+
     try:
-        for part in cut_files(list(state.groups.values()))[state.rank :: state.world_size]:
-            fill(path, manifest, tensors(state, part, (Buffer.MASTER,)), "model-")
-            fill(path, manifest, tensors(state, part, _MOMENTS), "moments-")
+        resident.each([part.groups for part in parts], lambda i: read_groups(parts[i]), to_host=False)
         if BUFFERS in manifest["files"]:
             with safe_open(path / BUFFERS, framework="pt") as f:
                 for name, buffer in persistent_buffers(model).items():

@@ -22,6 +22,7 @@ from slidedp.executor.checkpoint_files import (
     publish,
     read_manifest,
 )
+from slidedp.executor.checkpoint_moments import ResidentMoments
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.machine import Machine
 
@@ -60,7 +61,8 @@ def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, kee
     name = collectives.broadcast_bytes(on_all(collectives, start))
     target = directory / name.decode()
     partial, device = partial_of(target), machine.backend.device
-    mine = on_all(collectives, lambda: content.write_part(partial, state, model, training, device, files))
+    moments = ResidentMoments(state, machine.resident, collectives)
+    mine = on_all(collectives, lambda: content.write_part(partial, state, model, training, device, files, moments))
     facts = gather_facts(content.file_names(state, model), mine, collectives)
     manifest = {"step": step, "ranks": collectives.world_size, "parameters": content.names_of(list(state.groups.values()))}
     on_all(collectives, lambda: publish(target, facts, manifest, keep, files) if collectives.rank == 0 else None)
@@ -123,11 +125,12 @@ def load(machine: Machine, found: Checkpoint) -> dict[str, Any]:
     changed since it was checked.
     """
     state = machine.state
+    moments = ResidentMoments(state, machine.resident, machine.collectives)
     manifest = read_manifest(found.path)
     require_same_model(found, list(state.groups.values()))
 
     def read() -> dict[str, Any]:
-        training = content.read_part(found.path, manifest, state, machine.binding.model, machine.backend.device)
+        training = content.read_part(found.path, manifest, state, machine.binding.model, machine.backend.device, moments)
         machine.adam.load_steps(training["step_counts"])
         return dict(training["optimizer"])
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from delays import Delays
+from safetensors.torch import load_file
 from tiny_models import PlainGPT, lm_batch
 from training import Trained, norm_wise, state_of, train_plainly
 
 import slidedp
 from slidedp.compiler.ops import OpKind
+from slidedp.executor.checkpoint_files import complete
 from slidedp.executor.machine import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
@@ -278,31 +281,33 @@ def on_the_gpu() -> dict[str, Any]:
     return {"losses": losses, "digests": digests}
 
 
-def checkpointed(**options: Any) -> slidedp.Plan:
-    return slidedp.compile(PlainGPT(), "cpu", optimizer=slidedp.AdamW(lr=1e-2), **options)
+def checkpointed(resident: list[str], **options: Any) -> slidedp.Plan:
+    policy = {"layers": {name: {"state": "hbm"} for name in resident}}
+    return slidedp.compile(PlainGPT(), "cpu", optimizer=slidedp.AdamW(lr=1e-2), policy=policy, **options)
 
 
-def state_digest(plan: slidedp.Plan) -> str:
-    """Of weights and moments, the last gradients left out."""
-    state = state_of(plan)
-    return Trained([], state.params, state.exp_avg, state.exp_avg_sq, []).digest()
+def saved_digest(directory: str) -> str:
+    """Of all weights and moments in the newest checkpoint, whose files differ by the number of ranks."""
+    newest = complete(Path(directory))[0]
+    tensors = {name: t for file in newest.glob("mo*.safetensors") for name, t in load_file(file).items()}
+    return Trained([], {k: v.flatten() for k, v in sorted(tensors.items())}, {}, {}, []).digest()
 
 
-def save_checkpoint(directory: str) -> str:
-    """Two steps on any number of ranks, saved; the digest of the state."""
+def save_checkpoint(directory: str, resident: list[str]) -> str:
+    """Two steps on any number of ranks, saved; the digest of what was saved."""
     rank, world = start()
-    with checkpointed() as plan:
+    with checkpointed(resident) as plan:
         for step in range(2):
             plan.run(shares(world, step)[rank])
         plan.save(directory)
-        return state_digest(plan)
+        return saved_digest(directory)
 
 
-def resume_checkpoint(directory: str) -> str:
-    """The digest of the state right after a resume; a further step shows that the plan works."""
+def resume_checkpoint(directory: str, resident: list[str]) -> str:
+    """The digest of what is saved right after a resume; a further step shows that the plan works."""
     rank, world = start()
-    with checkpointed(example=shares(world, 0)[rank]) as plan:
+    with checkpointed(resident, example=shares(world, 0)[rank]) as plan:
         plan.resume(directory)
-        found = state_digest(plan)
+        plan.save(f"{directory}/again")
         plan.run(shares(world, 2)[rank])
-    return found
+    return saved_digest(f"{directory}/again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -76,9 +77,33 @@ def test_a_running_plan_goes_back(tmp_path):
 
 @pytest.mark.parametrize(("saved_on", "resumed_on"), [(1, 2), (3, 1)])
 def test_other_numbers_of_ranks(run_ranks, tmp_path, saved_on, resumed_on):
-    saved = run_ranks(rank_cases.save_checkpoint, saved_on, str(tmp_path))[0].value
-    for rank in run_ranks(rank_cases.resume_checkpoint, resumed_on, str(tmp_path)):
+    """Some state in HBM on one side, none or other on the other."""
+    saved = run_ranks(rank_cases.save_checkpoint, saved_on, str(tmp_path), ["L00", "shared0"])[0].value
+    for rank in run_ranks(rank_cases.resume_checkpoint, resumed_on, str(tmp_path), ["L00", "L01"]):
         assert rank.value == saved
+
+
+def test_where_the_state_lives_changes_no_bit_of_a_checkpoint(tmp_path):
+    """Saved from HBM, resumed on the host, and the other way round: as if nobody had stopped."""
+    model, batches = PlainGPT(), [lm_batch(seed=i) for i in range(4)]
+    homes = {"host": {}, "hbm": {"state": "hbm"}}
+
+    def train(start, policy, count):
+        with compiled(copy.deepcopy(model), policy=policy, example=batches[0], update_kernel="torch") as plan:
+            if start:
+                plan.resume(tmp_path)
+            for batch in batches[start : start + count]:
+                plan.run(batch)
+            plan.save(tmp_path)
+            return {n: p.clone() for n, p in plan.model.named_parameters()}
+
+    torch.set_num_threads(1)
+    want = train(0, homes["host"], 4)
+    for first, second in (("host", "hbm"), ("hbm", "host"), ("hbm", "hbm")):
+        for old in complete(tmp_path):
+            shutil.rmtree(old)
+        train(0, homes[first], 2)
+        assert_same_bits(train(2, homes[second], 2), want)
 
 
 def test_a_directory_that_transformers_loads(tmp_path):
