@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slidedp.compiler.choices import Choices
 from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import ZERO, EventGraph, Linear
-from slidedp.compiler.eventparts import Parts, Point, Weights
+from slidedp.compiler.eventparts import Parts, Point, Weights, owner
 from slidedp.compiler.eventupdates import add_shared_rates, add_updates
 from slidedp.compiler.layergraph import LayerGraph, StageKind
 from slidedp.compiler.memory import num_window_slots
@@ -140,9 +140,9 @@ def deliveries_behind(program: Program) -> dict[str, list[Weights]]:
 def duration(parts: Parts, p: Phase) -> Linear:
     stage = parts.layers.stages[p.stage]
     if p.kind is OpKind.RECOMPUTE:
-        if not parts.options(stage.groups[0], "act"):
+        if not parts.options(owner(stage), "act"):
             return Linear(parts.costs.recompute(stage, "recompute"))
-        return parts.each(stage.groups[0], "act", lambda o: parts.costs.recompute(stage, str(o["act"])))
+        return parts.each(owner(stage), "act", lambda o: parts.costs.recompute(stage, str(o["act"])))
     return Linear(parts.costs.backward(stage) if p.kind is OpKind.BACKWARD else parts.costs.forward(p.stage))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from slidedp.compiler.choices import Choices, Values
 from slidedp.compiler.eventcosts import NOTHING, Chunked, OptionCosts
 from slidedp.compiler.eventgraph import OFF, ZERO, Event, Linear, TimedEdge
-from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.layergraph import LayerGraph, Stage
 from slidedp.compiler.ops import OpKind, Stream
 
 Weights = tuple[str, str]
@@ -93,6 +93,11 @@ class Transfer:
     def freed_by(self, then: Transfer, slots: int) -> Linear:
         """From the start of `then` until one of `slots` buffers is free for whoever comes behind this."""
         return self.only([(b.num - slots + 1) * b.chunk_us if b.num >= slots else OFF for b in then.each])
+
+
+def owner(stage: Stage) -> str:
+    """The group whose decision says what `stage` keeps: its own; '' for a stage without parameters."""
+    return stage.groups[0] if stage.groups else ""
 
 
 def as_linear(family: int | None, values: Sequence[int]) -> Linear:
@@ -224,10 +229,10 @@ class Parts:
     def move_activations(self, i: int, kind: OpKind, after: Point) -> Point | None:
         """An offload or reload of stage `i`, if any option has one: when it has ended."""
         stage = self.layers.stages[i]
-        duration = self.each(stage.groups[0], "act", lambda o: self.costs.offload(stage, kind) if o["act"] == "offload" else 0)
+        duration = self.each(owner(stage), "act", lambda o: self.costs.offload(stage, kind) if o["act"] == "offload" else 0)
         if duration == ZERO:
             return None
         end = self.run(f"{kind}.{stage.name}", Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D, duration)
-        there = self.each(stage.groups[0], "act", lambda o: 0 if o["act"] == "offload" else OFF)
+        there = self.each(owner(stage), "act", lambda o: 0 if o["act"] == "offload" else OFF)
         self.wait(end.event, after + there, f"{kind} of {stage.name}")
         return end + there

@@ -50,8 +50,7 @@ def max_cycle_ratio(graph: EventGraph, selection: Sequence[int], at_least: int =
 
     Source: Dasdan, "Experimental analysis of the fastest optimum cycle ratio and mean algorithms" (2004), Burns and others.
     """
-    incoming = _incoming(graph, selection)
-    weights = graph.weights(selection)
+    incoming, weights = _incoming(graph, selection), graph.weights(selection)
     ratio, cycle = Fraction(at_least, graph.unit_us), ()
     while found := _positive_cycle(incoming, ratio):
         edges = tuple(graph.edges[i] for i in found)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slidedp.compiler.choices import RESIDENT
+from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.eventgraph import EventGraph, Linear
+from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
 from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.runlength import layer_index
@@ -73,34 +74,63 @@ def solve(
     import_cp_model()
     start = graph.choices.default
     hinted = graph.choices.encode(hint) if hint is not None else None
-    if hinted is not None and feasible(rows, hinted):
+    keep = hinted is not None and feasible(rows, hinted)
+    if hinted is not None and keep:
         start = hinted
     unit_us = max(1, period_of(graph, start) // RESOLUTION)
     scaled = graph.in_units_of(unit_us) if unit_us > 1 else graph
-    keep = hinted is not None and start == hinted
     best, period = (start, period_of(scaled, start)) if keep else descend(scaled, rows, start)
-    first = _Model(scaled, rows, 2 * period)
-    first.minimise_period(best, period if feasible(rows, best) else None)
-    status, work = first.run(time_limit, gap)
-    if status not in ("OPTIMAL", "FEASIBLE"):
-        raise ValueError(f"no plan fits the memory rows ({status.lower()})")
-    bound = first.bound
-    if first.period < period or not feasible(rows, best):
-        best, period, keep = first.selection(), first.period, False
-    if not keep or period > bound * (1 + gap):
-        allowed = max(period, int(bound * (1 + gap)))  # whatever is within the gap is equally good, as far as is proven
-        best = simplify(scaled, rows, best, allowed)
-        second = _Model(scaled, rows, allowed)
-        second.minimise_departures(best, period_of(scaled, best))
-        settled, more = second.run(time_limit * SECOND_PHASE, 0.05)
+    proof = shortest_step(scaled, rows, best, period, gap, time_limit)
+    if proof.selection != best or period > proof.bound * (1 + gap):
+        keep = False
+    best, work = proof.selection, proof.work
+    if not keep:
+        best, more = nearest_to_rule(scaled, rows, proof, gap, time_limit * SECOND_PHASE)
         work += more
-        if settled in ("OPTIMAL", "FEASIBLE"):
-            best = second.selection()
-        period = period_of(scaled, best)
     cycle = max_cycle_ratio(graph, best)
     step_us = -(-cycle.ratio.numerator // cycle.ratio.denominator)
-    return Solution(best, graph.choices.decode(best), step_us, period * unit_us,
-                    min(bound * unit_us, step_us), cycle, status, work)
+    return Solution(best, graph.choices.decode(best), step_us, period_of(scaled, best) * unit_us,
+                    min(proof.bound * unit_us, step_us), cycle, proof.status, work)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A selection, its period, and what none can be less than, in the graph's units."""
+
+    selection: tuple[int, ...]
+    period: int
+    bound: int
+    status: str
+    work: float
+
+
+def shortest_step(
+    graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...], period: int, gap: float, time_limit: float
+) -> Proof:
+    """The first phase, from `best`. Where a few critical cycles prove it good enough, there is nothing to search."""
+    fits, bound = feasible(rows, best), cycle_bound(graph, rows, best)
+    if fits and period <= bound * (1 + gap):
+        return Proof(best, period, bound, "OPTIMAL", 0.0)
+    model = _Model(graph, rows, 2 * max(period, bound), bound)
+    model.minimise_period(best, period if fits else None)
+    status, work = model.run(time_limit, gap)
+    if status not in ("OPTIMAL", "FEASIBLE"):
+        raise ValueError(f"no plan fits the memory rows ({status.lower()})")
+    if not fits or model.period < period:
+        best, period = model.selection(), model.period
+    return Proof(best, period, max(bound, model.bound), status, work)
+
+
+def nearest_to_rule(
+    graph: EventGraph, rows: Sequence[MemoryRow], proof: Proof, gap: float, time_limit: float
+) -> tuple[tuple[int, ...], float]:
+    """The second phase: of all plans within the gap, which are equally good as far as is proven, the plainest."""
+    allowed = max(proof.period, int(proof.bound * (1 + gap)))
+    best = simplify(graph, rows, proof.selection, allowed)
+    model = _Model(graph, rows, allowed, proof.bound)
+    model.minimise_departures(best, period_of(graph, best))
+    status, work = model.run(time_limit, 0.05)
+    return (model.selection() if status in ("OPTIMAL", "FEASIBLE") else best), work
 
 
 def import_cp_model() -> Any:
@@ -114,11 +144,12 @@ def import_cp_model() -> Any:
 
 @dataclass
 class _Model:
-    """One CP-SAT model. `horizon`: the longest period worth a look, in the graph's units."""
+    """One CP-SAT model. `horizon`: the longest period worth a look, in the graph's units; `bound_before`: none is shorter."""
 
     graph: EventGraph
     rows: Sequence[MemoryRow]
     horizon: int
+    bound_before: int
     changes: list[tuple[Any, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,7 +165,7 @@ class _Model:
 
     def variables(self) -> None:
         self.latest = 2 * self.horizon  # no event of a step starts later than the step after next
-        self.T = self.m.new_int_var(0, self.horizon, "T")
+        self.T = self.m.new_int_var(self.bound_before, self.horizon, "T")
         self.time = [self.m.new_int_var(0, self.latest, e.name) for e in self.graph.events]
         self.chosen: list[list[Any]] = []
         for family in self.graph.choices.families:
@@ -145,10 +176,10 @@ class _Model:
             self.chosen.append(bools)
 
     def expression(self, linear: Linear) -> Any:
-        """`linear` over the one-hot choices; what is switched off is as late as nothing can be."""
+        """`linear` over the one-hot choices; what is switched off is so early that it binds nothing."""
         total, off = linear.const, -2 * self.latest
         for family, values in linear.terms:
-            clipped = [max(value, off) for value in values]
+            clipped = [off if value <= OFF // 2 else value for value in values]
             least = min(clipped)
             total = total + least + sum((v - least) * b for v, b in zip(clipped, self.chosen[family], strict=True) if v > least)
         return total
@@ -173,19 +204,13 @@ class _Model:
 
     def memory(self) -> None:
         for row in self.rows:
-            unit = max(1, row.budget >> 24)
-
-            def scaled(linear: Linear, unit: int = unit) -> Any:
-                """Rounded up, so that what fits here fits."""
-                return self.expression(linear.map(lambda v: -(-v // unit)))
-
-            total = scaled(row.total)
+            total = self.expression(row.total)
             for k, each in enumerate(row.maxima):
-                largest = self.m.new_int_var(0, 1 << 40, f"{row.place} shared buffer {k}")
+                largest = self.m.new_int_var(0, 1 << 50, f"{row.place} shared buffer {k}")
                 for linear in each:
-                    self.m.add(largest >= scaled(linear)).with_name(f"{row.place} shared buffer {k}")
+                    self.m.add(largest >= self.expression(linear)).with_name(f"{row.place} shared buffer {k}")
                 total = total + largest
-            self.m.add(total <= row.budget // unit).with_name(f"{row.place} budget")
+            self.m.add(total <= row.budget).with_name(f"{row.place} budget")
 
     def links(self) -> None:
         for link in self.graph.choices.links:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from test_eventgraph import by_hand, costs_of, medium
 
 from slidedp.compiler.choices import Choices, find_choices
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
+from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.errors import BudgetError
@@ -97,6 +99,19 @@ def test_brute_force_finds_nothing_better(world_size: int, hw_name: str, room: f
     assert tried or graph.floor(solution.selection) >= target
     assert feasible(rows, solution.selection)
     assert solution.gap <= 1e-3
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_cycles_bound_every_plan(case: int) -> None:
+    """The bound from critical cycles alone is no more than any plan's period, and not far below the best."""
+    graph, rows, solution = solved(case)
+    bound = cycle_bound(graph, rows, graph.choices.default)
+    assert bound <= solution.step_us
+    assert bound >= 0.6 * solution.step_us
+    rng = random.Random(4)
+    for _ in range(10):
+        selection = [rng.randrange(len(f.options)) for f in graph.choices.families]
+        assert bound <= max_cycle_ratio(graph, selection).ratio
 
 
 # ---- deterministic, and stable under hints ----
