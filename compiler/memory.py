@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.layergraph import STORAGE_ALIGN, LayerGraph, Stage, StageKind, aligned, cut_chunks
+from slidedp.compiler.layergraph import STORAGE_ALIGN, LayerGraph, Stage, aligned, cut_chunks
+from slidedp.compiler.moments import peak_moment
 from slidedp.compiler.ops import Slot
 from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
 from slidedp.compiler.units import format_bytes
-
-SELECTED_SHARE = 0.5
-"""Of a layer's activation bytes, the most that a selective layer keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +41,7 @@ class MemoryReport:
 
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
-    """What training with `decisions` needs. Activations: all boundaries, and the largest stage's while it runs: a layer's,
-    or those of head and loss.
-    """
+    """What training with `decisions` needs. Activations: at the peak of the step, in the order of its ops (moments.py)."""
     return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
 
 
@@ -102,10 +98,9 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
-        "boundary activations": sum(s.boundary_bytes for s in graph.stages if not decisions.moves_boundary(s)),
         "activations on their way": sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
                                         if slot.memory != "pinned"),
-        **_activations(graph, decisions),
+        **peak_moment(graph, decisions).by_use(),
     }
 
 
@@ -143,26 +138,6 @@ def activation_slots(graph: LayerGraph, decisions: Decisions) -> tuple[Slot, ...
             slots.append(Slot(f"back.{head}", min(num_places(decisions, head), len(leaving)), largest))
         slots += [Slot(f"off.{head}.{s.name}", 1, moved_bytes(s, head), "pinned") for s in leaving]
     return tuple(slots)
-
-
-def _activations(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
-    """Beside inputs: what layers retain, and what the largest stage adds while it runs, later ones being done.
-
-    Head and loss, where they were measured, are a row of their own: they never run at once with a layer.
-    """
-    retained = most = 0
-    for s in graph.stages:
-        act = decisions.activation(s) if s.kind is StageKind.LAYER else None
-        most = max(most, retained + (s.activation_bytes if s.head is None else 0))
-        retained += s.activation_bytes * (act is Activation.RETAIN) + int(SELECTED_SHARE * s.activation_bytes) * (
-            act is Activation.SELECTIVE)
-    largest = max(most - retained, 0)
-    loss = graph.head.peak_bytes(decisions.head_chunks) if graph.head else 0
-    return {
-        "retained activations": retained,
-        "largest stage's activations": largest if largest > loss else 0,
-        "head and loss": loss if loss >= largest else 0,
-    }
 
 
 def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:

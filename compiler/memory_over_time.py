@@ -1,10 +1,10 @@
 """HBM of one GPU over a step: who holds how many bytes when, from the ops' reads and writes and when they run.
 
 Slots are allocated once, for good, and count in full all the time (`reserved`), or while something lies in them
-(`occupied`). Activations come and go with the ops. What is counted is what :func:`estimate_memory` counts: a boundary
-from the op that writes it to the stage's backward, where its gradient takes its place; what a layer keeps for its
-backward while there is such a value; what the epilogue and the prologue's backward need while they run. So the peak is
-the estimate's `hbm_bytes`, or less where the stage with the largest activations is not one that runs at the turn.
+(`occupied`). Activations come and go with the ops. What is counted, and what it is called, is as :func:`estimate_memory` has
+it, and so is the peak, to the byte: a boundary from the op that writes it to the last that reads its gradient, which takes its
+place; what a layer keeps for its backward while there is such a value; what the epilogue and the prologue's backward need
+while they run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from slidedp.compiler.layergraph import LayerGraph, StageKind
-from slidedp.compiler.ops import Op, OpGraph, OpKind, Slot
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.layergraph import LayerGraph, Stage, StageKind
+from slidedp.compiler.memory import update_workspace_bytes
+from slidedp.compiler.moments import BOUNDARIES, HEAD, RETAINED, RUNNING, epilogue_bytes, kept_bytes
+from slidedp.compiler.ops import OpGraph, OpKind, Slot
 from slidedp.compiler.simulate import Timeline
 from slidedp.compiler.unroll import Instance, num_measured_steps, phase, unroll
 
-BOUNDARIES = "boundary activations"
-KEPT = "layer activations"
-RUNNING = "epilogue activations"
-"""The prologue's too, while its backward runs."""
-
-SLOT_USES = {"w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "red": "reduce slots"}
+SLOT_USES = {
+    "w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "state": "resident state",
+    "red": "reduce slots", "act": "activations on their way", "h": "activations on their way", "back": "activations on their way",
+}  # fmt: skip
 """Use, as in a MemoryReport, by the first part of a slot's name; any other slot is a use of its own, by its name."""
+
+WORKSPACE = "update workspace"
 
 
 @dataclass(frozen=True)
@@ -73,28 +76,32 @@ class Life:
     ops: tuple[str, ...]
 
 
-def memory_over_time(layers: LayerGraph, graph: OpGraph, timeline: Timeline, *, occupied: bool = False) -> MemoryCurve:
+def memory_over_time(
+    layers: LayerGraph, decisions: Decisions, graph: OpGraph, timeline: Timeline, *, occupied: bool = False
+) -> MemoryCurve:
     """HBM over the steps of a measured `timeline`, or over one predicted period, from the start of its compute.
 
-    The times are those of :func:`slidedp.compiler.unroll.picture`. `occupied`: slots count only while something is in them.
+    `graph`: what `decisions` lower to. The times are those of :func:`slidedp.compiler.unroll.picture`. `occupied`: slots count
+    only while something is in them.
     """
     if num_measured_steps(timeline):
         end = max((s.end_us for s in timeline.spans), default=0)
-        return memory_curve(layers, graph, unroll(timeline), 0, end, occupied=occupied)
+        return memory_curve(layers, decisions, graph, unroll(timeline), 0, end, occupied=occupied)
     origin, back, ahead = phase(timeline)
-    lo = origin + back * timeline.step_us
-    return memory_curve(layers, graph, unroll(timeline, back + 1 + ahead), lo, lo + timeline.step_us, occupied=occupied)
+    lo, hi = origin + back * timeline.step_us, origin + (back + 1) * timeline.step_us
+    return memory_curve(layers, decisions, graph, unroll(timeline, back + 1 + ahead), lo, hi, occupied=occupied)
 
 
 def memory_curve(
-    layers: LayerGraph, graph: OpGraph, instances: Iterable[Instance], lo_us: int, hi_us: int, *, occupied: bool = False
-) -> MemoryCurve:
+    layers: LayerGraph, decisions: Decisions, graph: OpGraph, instances: Iterable[Instance], lo_us: int, hi_us: int, *,
+    occupied: bool = False,
+) -> MemoryCurve:  # fmt: skip
     """HBM between `lo_us`, which becomes time 0, and `hi_us`. `instances`: of all steps that reach into it."""
     steps: dict[int, dict[str, Instance]] = defaultdict(dict)
     for i in instances:
         steps[i.step][i.op] = i
     changes: dict[str, dict[int, int]] = {use: defaultdict(int) for use in uses(graph)}
-    for life in (*activation_lives(layers, graph), *(slot_lives(graph) if occupied else ())):
+    for life in (*activation_lives(layers, decisions, graph), *(slot_lives(graph) if occupied else ())):
         for ran in steps.values():
             during = [ran[op] for op in life.ops if op in ran]
             start = max(min((i.start_us for i in during), default=hi_us), lo_us)
@@ -102,6 +109,8 @@ def memory_curve(
             if start < end:
                 changes[life.use][start - lo_us] += life.num_bytes
                 changes[life.use][end - lo_us] -= life.num_bytes
+    if WORKSPACE in changes:
+        changes[WORKSPACE][0] += update_workspace_bytes(layers, decisions)
     if not occupied:
         for slot in device_slots(graph):
             changes[slot_use(slot)][0] += slot.count * slot.bytes
@@ -117,11 +126,12 @@ def integrate(changes: Mapping[str, Mapping[int, int]], end_us: int) -> MemoryCu
 
 def uses(graph: OpGraph) -> list[str]:
     """What a curve counts, in the order in which it is stacked: what is always there first."""
-    return list(dict.fromkeys([*map(slot_use, device_slots(graph)), BOUNDARIES, KEPT, RUNNING]))
+    workspace = [WORKSPACE] * any(op.kind is OpKind.GPU_UPDATE for op in graph.ops)
+    return list(dict.fromkeys([*map(slot_use, device_slots(graph)), *workspace, BOUNDARIES, RETAINED, RUNNING, HEAD]))
 
 
 def device_slots(graph: OpGraph) -> tuple[Slot, ...]:
-    return tuple(slot for slot in graph.slots if slot.memory == "hbm")
+    return tuple(slot for slot in graph.slots if slot.memory != "pinned")
 
 
 def slot_use(slot: Slot) -> str:
@@ -141,33 +151,42 @@ def slot_lives(graph: OpGraph) -> Iterator[Life]:
         yield Life(slot_use(slot), slot.bytes, tuple(ops))
 
 
-def activation_lives(layers: LayerGraph, graph: OpGraph) -> Iterator[Life]:
+def activation_lives(layers: LayerGraph, decisions: Decisions, graph: OpGraph) -> Iterator[Life]:
     """Values of the step that lie outside the slots. Whatever else an op needs while it runs is in no one's estimate."""
-    accesses: dict[tuple[str, int], list[str]] = defaultdict(list)
+    accesses: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for op in graph.ops:
         for ref in (*op.reads, *op.writes):
             if ref.value.partition(".")[2] in layers.stage_by_name and not ref.place:
-                accesses[ref.value, ref.version].append(op.name)
+                accesses[ref.value][ref.version].append(op.name)
     for stage in layers.stages:
-        kept = f"act.{stage.name}"
         backward = [op.name for op in graph.ops if op.kind is OpKind.BACKWARD and op.layer == stage.name]
-        for value, version in accesses:
-            if value == kept:
-                yield Life(KEPT, stage.activation_bytes, tuple(accesses[value, version]))
-        boundary = [accesses[key] for key in accesses if key[0] == f"h.{stage.name}"]
-        for ops in boundary[:-1]:  # offloaded: it leaves the device and comes back as a later version
+        yield from kept_lives(stage, decisions, graph, accesses, backward)
+        boundary = list(accesses[f"h.{stage.name}"].values())
+        for ops in boundary[:-1]:  # it leaves the device and comes back as a later version
             yield Life(BOUNDARIES, stage.boundary_bytes, tuple(ops))
+        gradient = accesses[f"d.{stage.name}"][0]
         if boundary:
-            gradient = accesses.get((f"d.{stage.name}", 0), [])
             yield Life(BOUNDARIES, stage.boundary_bytes, (*boundary[-1], *backward, *gradient))
+        elif gradient:  # of a boundary that has places of its own
+            yield Life(BOUNDARIES, stage.boundary_bytes, tuple(gradient))
     for op in graph.ops:
         at = layers.stage_by_name.get(op.layer)
-        if at is not None and runs_with_all(op, at.kind):
+        if op.kind is OpKind.EPILOGUE:
+            saved, measured = epilogue_bytes(layers, decisions)
+            yield Life(RUNNING, saved, (op.name,))
+            yield Life(HEAD, measured, (op.name,))
+        elif op.kind is OpKind.BACKWARD and at is not None and at.kind is StageKind.PROLOGUE:
             yield Life(RUNNING, at.activation_bytes, (op.name,))
 
 
-def runs_with_all(op: Op, kind: StageKind) -> bool:
-    """True for an op that makes and consumes all that its stage's backward needs: no value of the graph says so."""
-    if op.kind is OpKind.EPILOGUE:
-        return True
-    return op.kind is OpKind.BACKWARD and kind is StageKind.PROLOGUE
+def kept_lives(
+    stage: Stage, decisions: Decisions, graph: OpGraph, accesses: Mapping[str, Mapping[int, list[str]]], backward: list[str]
+) -> Iterator[Life]:
+    """What the layer's forward leaves for its backward, and what its recompute adds to that."""
+    for ops in accesses.get(f"act.{stage.name}", {}).values():
+        from_forward = any(graph[name].kind is OpKind.FORWARD for name in ops)
+        selected = f"sel.{stage.name}" in accesses
+        added = stage.activation_bytes - (kept_bytes(stage, decisions) if selected else 0)
+        yield Life(RETAINED if from_forward else RUNNING, added, tuple(ops))
+        if selected:
+            yield Life(RETAINED, kept_bytes(stage, decisions), (*accesses[f"sel.{stage.name}"][0], *backward))

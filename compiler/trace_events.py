@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memory_over_time import memory_curve
 from slidedp.compiler.ops import Op, OpGraph, Reason, Stream
@@ -29,30 +30,31 @@ Event = dict[str, Any]
 
 
 def write_trace(
-    path: str | Path, graph: OpGraph, timeline: Timeline, layers: LayerGraph, *, num_steps: int = PREDICTED_STEPS,
-    title: str = "SlideDP", arrows: Collection[Reason] = ARROWS,
+    path: str | Path, graph: OpGraph, timeline: Timeline, layers: LayerGraph, decisions: Decisions, *,
+    num_steps: int = PREDICTED_STEPS, title: str = "SlideDP", arrows: Collection[Reason] = ARROWS,
 ) -> None:  # fmt: skip
     """Write :func:`trace_events` of `timeline` to `path`, one event a line."""
-    events = trace_events(graph, timeline, layers, num_steps=num_steps, title=title, arrows=arrows)
+    events = trace_events(graph, timeline, layers, decisions, num_steps=num_steps, title=title, arrows=arrows)
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     Path(path).write_text(f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def trace_events(
-    graph: OpGraph, timeline: Timeline, layers: LayerGraph, *, num_steps: int = PREDICTED_STEPS, title: str = "SlideDP",
-    arrows: Collection[Reason] = ARROWS,
+    graph: OpGraph, timeline: Timeline, layers: LayerGraph, decisions: Decisions, *,
+    num_steps: int = PREDICTED_STEPS, title: str = "SlideDP", arrows: Collection[Reason] = ARROWS,
 ) -> list[Event]:  # fmt: skip
     """The events: names of tracks first, then everything in order of time (microseconds).
 
     Args:
         graph: the ops that `timeline` is of.
-        layers: sizes of activations, for the memory counter.
+        layers, decisions: what the ops were lowered from, for the memory counter.
         num_steps: how often a predicted step is repeated; a measured timeline has the steps that were run.
         arrows: the reasons of the edges to draw. Stream order is plain to see and has none.
     """
     instances = without_overlap(unroll(timeline, num_steps))
     tracks = {stream: k for k, stream in enumerate(s for s in Stream if any(i.stream is s for i in instances))}
-    events = [*slices(graph, instances, tracks), *flows(graph, instances, tracks, arrows), *counters(layers, graph, instances)]
+    events = [*slices(graph, instances, tracks), *flows(graph, instances, tracks, arrows),
+              *counters(layers, decisions, graph, instances)]  # fmt: skip
     order = {"X": 0, "s": 1, "f": 2, "C": 3}
     return [*names(tracks, title), *sorted(events, key=lambda e: (e["ts"], order[e["ph"]], e.get("tid", 0)))]
 
@@ -112,11 +114,11 @@ def flows(
             yield {"ph": "f", "bp": "e", **arrow, "tid": tracks[dst.stream], "ts": max(dst.start_us, leaves), **slot}
 
 
-def counters(layers: LayerGraph, graph: OpGraph, instances: Sequence[Instance]) -> Iterator[Event]:
+def counters(layers: LayerGraph, decisions: Decisions, graph: OpGraph, instances: Sequence[Instance]) -> Iterator[Event]:
     """Device memory whenever it changes: ``HBM`` is what is allocated, ``HBM in …`` what lies in each kind of slot."""
     end = max((i.end_us for i in instances), default=0)
-    reserved = memory_curve(layers, graph, instances, 0, end)
-    occupied = memory_curve(layers, graph, instances, 0, end, occupied=True)
+    reserved = memory_curve(layers, decisions, graph, instances, 0, end)
+    occupied = memory_curve(layers, decisions, graph, instances, 0, end, occupied=True)
     yield from counter("HBM", reserved.times_us, reserved.total)
     for use, num_bytes in occupied.num_bytes.items():
         if len(set(num_bytes)) > 1:

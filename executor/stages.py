@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
-from slidedp.compiler.memory import SELECTED_SHARE
+from slidedp.compiler.moments import SELECTED_SHARE
 from slidedp.executor.backend import Backend, poison
 from slidedp.executor.binding import Binding
 from slidedp.executor.gradients import GradientSlots

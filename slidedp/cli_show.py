@@ -68,7 +68,8 @@ def show_predicted(args: argparse.Namespace, plan: PlanFile) -> None:
     for drawing in drawings:
         print(drawing, end="\n\n" if drawing is not drawings[-1] else "\n")
     if args.trace:
-        write_trace(args.trace, outcome.graph, outcome.timeline, outcome.layers, title=f"{plan.layers.model} on {world.hw.name}")
+        title = f"{plan.layers.model} on {world.hw.name}"
+        write_trace(args.trace, outcome.graph, outcome.timeline, outcome.layers, outcome.decisions, title=title)
         print(f"wrote {args.trace}")
     if args.html:
         write_page(args.html, plan, world, notes, model=args.model)
@@ -78,7 +79,8 @@ def show_predicted(args: argparse.Namespace, plan: PlanFile) -> None:
 
 
 def draw_memory(outcome: Outcome, budget_bytes: int, width: int) -> str:
-    return memory_chart(memory_over_time(outcome.layers, outcome.graph, outcome.timeline), width, budget_bytes=budget_bytes)
+    curve = memory_over_time(outcome.layers, outcome.decisions, outcome.graph, outcome.timeline)
+    return memory_chart(curve, width, budget_bytes=budget_bytes)
 
 
 def run_explain(args: argparse.Namespace) -> int:

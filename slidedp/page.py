@@ -100,8 +100,8 @@ def page(plan: PlanFile, world: WhatIf, notes: Sequence[str] = (), *, model: str
 def drawings(outcome: Outcome, budget_bytes: int) -> Iterator[str]:
     """Streams above, memory below, over one scale of time, with what the colours mean."""
     graph, timeline = outcome.graph, outcome.timeline
-    allocated = memory_over_time(outcome.layers, graph, timeline)
-    in_use = memory_over_time(outcome.layers, graph, timeline, occupied=True)
+    allocated = memory_over_time(outcome.layers, outcome.decisions, graph, timeline)
+    in_use = memory_over_time(outcome.layers, outcome.decisions, graph, timeline, occupied=True)
     yield ('<p class="dim">One period of the steady state, from the start of its forward: updates of the step before run under '
            'it, deliveries for the next one at its end. <label>Zoom <input id="zoom" type="range" min="1" max="20" step="0.5" '
            'value="1"></label></p>')

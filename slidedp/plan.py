@@ -331,7 +331,7 @@ class Plan:
     def write_trace(self, path: str | Path, timeline: Timeline | None = None) -> None:
         """Write `timeline`, predicted or measured (:meth:`measure`), for ui.perfetto.dev; default: the predicted one."""
         spec = self._spec
-        write_trace(path, spec.graph, timeline or spec.timeline, spec.layers, title=spec.layers.model)
+        write_trace(path, spec.graph, timeline or spec.timeline, spec.layers, spec.decisions, title=spec.layers.model)
 
     def memory(self) -> MemoryReport:
         """Bytes by use, on the device and on the host."""

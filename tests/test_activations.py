@@ -154,7 +154,7 @@ def test_bytes_that_move_and_memory_that_waits():
     memory = estimate_memory(layers, uniform(layers, act=Activation.OFFLOAD, boundary=Boundary.HOST))
     assert memory.host["offloaded activations"] == 4 * (512 + 512)
     assert memory.hbm["activations on their way"] == 2 * 2 * (512 + 512)
-    assert memory.hbm["boundary activations"] == 64, "the loss's inputs"
+    assert memory.hbm["boundary activations"] == 2 * 64, "the gradients that the last layer's backward reads and writes"
     retained = estimate_memory(layers, uniform(layers, act=Activation.RETAIN))
     assert retained.hbm["retained activations"] == 6 * 256
     assert not any(op.kind is OpKind.RECOMPUTE for op in lower(layers, uniform(layers, act=Activation.RETAIN)))

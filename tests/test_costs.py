@@ -190,7 +190,7 @@ def test_memory_equals_the_slots_that_passes_make(world_size: int, source: Sourc
     choice = GroupDecision(route, source, 3, reduction, 2)
     decisions = Decisions({g.name: choice for g in graph.groups}, window=3)
     memory, slots = estimate_memory(graph, decisions), lower(graph, decisions).slots
-    activations = memory.hbm["boundary activations"] + memory.hbm["largest stage's activations"]
+    activations = memory.hbm["boundary activations"] + memory.hbm["running stage's activations"]
     assert memory.hbm_bytes - activations == sum(s.count * s.bytes for s in slots if s.memory == "hbm")
     assert memory.host["cast staging"] == world_size * sum(s.count * s.bytes for s in slots if s.memory == "pinned")
 

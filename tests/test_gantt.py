@@ -11,16 +11,17 @@ import pytest
 from stacks import qwen3_4b, stack
 from test_simulate import graph, us
 
-from slidedp.compiler.costs import AnalyticCostModel, resolve
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Activation, Boundary, Decisions, Reduction, Residence, Route, Source, StateHome
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.dsl import GraphBuilder
 from slidedp.compiler.gantt import gantt, letters, scale
-from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.layergraph import LayerGraph, LossHead
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.memory_chart import memory_chart
-from slidedp.compiler.memory_over_time import BOUNDARIES, KEPT, RUNNING, MemoryCurve, memory_over_time
+from slidedp.compiler.memory_over_time import MemoryCurve, memory_over_time
+from slidedp.compiler.moments import BOUNDARIES, RETAINED, RUNNING
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
+from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.simulate import Span, Timeline, measured_timeline, simulate
 from slidedp.compiler.unroll import picture, unroll
 from slidedp.hardware import load_profile
@@ -34,8 +35,7 @@ def planned(layers: LayerGraph, hw_name: str = "h200x1", policy: dict[str, objec
     hw = load_profile(hw_name)
     decisions = default_decisions(layers, hw, policy=policy)
     ops = lower(layers, decisions)
-    costs = resolve(ops.ops, hw, AnalyticCostModel(layers.world_size, layers.compute_dtype))
-    return layers, decisions, ops, simulate(ops, costs.duration_us)
+    return layers, decisions, ops, predict(ops, price(ops, cost_model_of(layers), hw), hw)
 
 
 def plain_us(op: Op) -> int:
@@ -99,8 +99,8 @@ def test_gantt_of_a_small_plan(golden: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_drawing_keeps_to_its_width(ranks: int) -> None:
-    layers, _, ops, line = planned(qwen3_4b(8, world_size=ranks), "h200x4" if ranks > 1 else "h200x1")
-    curve = memory_over_time(layers, ops, line)
+    layers, decisions, ops, line = planned(qwen3_4b(8, world_size=ranks), "h200x4" if ranks > 1 else "h200x1")
+    curve = memory_over_time(layers, decisions, ops, line)
     for width in (64, 80, 132, 200):
         drawn = gantt(ops, line, width).splitlines()
         rows = [text for text in drawn if text.endswith("%")]
@@ -153,7 +153,7 @@ def test_a_measured_run_is_drawn_whole() -> None:
 
 def test_nothing_is_drawn_of_nothing() -> None:
     assert gantt(OpGraph(), simulate(OpGraph(), us)) == "nothing runs"
-    empty = memory_over_time(stack(2), OpGraph(), simulate(OpGraph(), us))
+    empty = memory_over_time(stack(2), Decisions(), OpGraph(), simulate(OpGraph(), us))
     assert memory_chart(empty) == "nothing is held on the device"
 
 
@@ -174,15 +174,13 @@ def test_nothing_is_drawn_of_nothing() -> None:
 def test_the_peak_is_the_estimate_to_the_byte(layers: LayerGraph, hw_name: str, policy: dict[str, object] | None) -> None:
     layers, decisions, ops, line = planned(layers, hw_name, policy)
     estimate = estimate_memory(layers, decisions)
-    curve = memory_over_time(layers, ops, line)
+    curve = memory_over_time(layers, decisions, ops, line)
     assert curve.peak_bytes == estimate.hbm_bytes
-    assert memory_over_time(layers, ops, twice(line)).peak_bytes == estimate.hbm_bytes
+    assert memory_over_time(layers, decisions, ops, twice(line)).peak_bytes == estimate.hbm_bytes
     peak = curve.at(curve.peak_us)
-    for use, size in estimate.hbm.items():
-        if use in peak:
-            assert peak[use] == size, use
-    assert peak[KEPT] + peak[RUNNING] == max(s.activation_bytes for s in layers.stages)
-    in_use = memory_over_time(layers, ops, line, occupied=True)
+    assert peak == {use: size for use, size in estimate.hbm.items() if use in peak}
+    assert sum(size for use, size in estimate.hbm.items() if use not in peak) == 0
+    in_use = memory_over_time(layers, decisions, ops, line, occupied=True)
     assert 0 < in_use.peak_bytes <= curve.peak_bytes
 
 
@@ -191,32 +189,67 @@ def test_the_epilogue_is_counted_while_it_runs() -> None:
     layers = stack(4, tokens=256)
     head = replace(layers.stages[-1], activation_bytes=10**9)
     layers, decisions, ops, line = planned(replace(layers, stages=(*layers.stages[:-1], head)))
-    curve = memory_over_time(layers, ops, line)
+    curve = memory_over_time(layers, decisions, ops, line)
     [epilogue] = [i for i in picture(line).instances if i.op == "epilogue"]
     assert curve.peak_us == epilogue.start_us
     assert curve.peak_bytes == estimate_memory(layers, decisions).hbm_bytes
     assert curve.at(epilogue.end_us)[RUNNING] == 0
 
 
-def test_a_large_layer_before_the_turn_needs_less_than_the_estimate() -> None:
-    """The estimate adds the largest stage to all boundaries; when an early layer is it, later boundaries are gone by then."""
+def test_a_large_layer_before_the_turn_makes_the_peak_when_later_boundaries_are_gone() -> None:
     layers = stack(4, tokens=256)
     stages = [replace(s, activation_bytes=10**9) if s.name == "L00" else s for s in layers.stages]
     layers, decisions, ops, line = planned(replace(layers, stages=tuple(stages)))
-    curve = memory_over_time(layers, ops, line)
-    freed = sum(layers.stage(name).boundary_bytes for name in ("L02", "L03", "epilogue"))
-    assert curve.peak_bytes == estimate_memory(layers, decisions).hbm_bytes - freed
+    curve = memory_over_time(layers, decisions, ops, line)
+    estimate = estimate_memory(layers, decisions)
+    assert curve.peak_bytes == estimate.hbm_bytes
+    assert estimate.hbm[BOUNDARIES] == sum(layers.stage(name).boundary_bytes for name in ("L00", "L01"))
+    [recompute] = [i for i in picture(line).instances if i.op == "recompute.L00"]
+    assert curve.peak_us == recompute.start_us
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_estimate_is_the_peak_whatever_is_decided(seed: int) -> None:
+    """Of random decisions and sizes, use by use; ops of random durations in whatever order that gives."""
+    draw = random.Random(seed)
+    layers = random_stack(draw)
+    values = {"delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
+              "weights": Residence, "state": StateHome}  # fmt: skip
+    names = [g.name for g in layers.groups]
+    pins = {name: {key: str(draw.choice(list(kind))) for key, kind in values.items()} for name in names if draw.random() < 0.8}
+    counts = {"window": 4, "grad_slots": 3, "act_slots": 3, "head_chunks": 9 if layers.head else 1}
+    policy = {key: draw.randint(1, most) for key, most in counts.items()} | {"layers": pins}
+    decisions = default_decisions(layers, load_profile("h200x1"), policy=policy)
+    ops = lower(layers, decisions)
+    line = simulate(ops, lambda op: draw.randint(1, 50))
+    curve, estimate = memory_over_time(layers, decisions, ops, line), estimate_memory(layers, decisions)
+    assert curve.peak_bytes == estimate.hbm_bytes
+    assert memory_over_time(layers, decisions, ops, twice(line, 3)).peak_bytes == estimate.hbm_bytes
+    peak = curve.at(curve.peak_us)
+    assert {use: size for use, size in peak.items() if size} == {use: size for use, size in estimate.hbm.items() if size}
+
+
+def random_stack(draw: random.Random) -> LayerGraph:
+    """Stages of unlike sizes, some of them frozen, and sometimes a measured head."""
+    num = draw.randint(2, 7)
+    layers = stack(num, world_size=draw.choice([1, 1, 2]), frozen=tuple(i for i in range(num) if draw.random() < 0.15))
+    stages = [replace(s, activation_bytes=512 * draw.randint(0, 60),
+                      boundary_bytes=512 * draw.randint(1, 20) if s.boundary_bytes else 0) for s in layers.stages]  # fmt: skip
+    if draw.random() < 0.5:
+        peaks = tuple((chunks, 512 * draw.randint(1, most)) for chunks, most in ((1, 60), (2, 20), (8, 9)))
+        stages[-1] = replace(stages[-1], head=LossHead(64, 100, peaks))
+    return replace(layers, stages=tuple(stages))
 
 
 def test_boundaries_grow_through_the_forward_and_shrink_through_the_backward() -> None:
-    layers, _, ops, line = planned(stack(5))
+    layers, decisions, ops, line = planned(stack(5), policy={"act": "recompute"})
     one = layers.stage("L00").boundary_bytes
-    curve = memory_over_time(layers, ops, line)
+    curve = memory_over_time(layers, decisions, ops, line)
     runs = {i.op: i for i in picture(line).instances if i.stream is Stream.GPU}
     for i in range(5):
         assert curve.at(runs[f"fwd.L{i:02}"].end_us - 1)[BOUNDARIES] == (i + 2) * one  # its inputs, and what it writes
         assert curve.at(runs[f"recompute.L{i:02}"].start_us)[BOUNDARIES] == (i + 2) * one  # the last is a gradient by now
-        assert curve.at(runs[f"recompute.L{i:02}"].start_us)[KEPT] == layers.stage("L00").activation_bytes
+        assert curve.at(runs[f"recompute.L{i:02}"].start_us)[RUNNING] == layers.stage("L00").activation_bytes
     assert curve.at(line.step_us - 1)[BOUNDARIES] == 0
 
 
@@ -232,9 +265,9 @@ def test_what_is_offloaded_is_gone_until_it_is_reloaded() -> None:
     ops.op("bwd.L00", "act.L00, d.epilogue -> d.L00, G.L00@1", after="data:recompute.L00")
     made = ops.build()
     line = simulate(made, lambda op: 10)
-    curve = memory_over_time(layers, made, line)
+    curve = memory_over_time(layers, default_decisions(layers, load_profile("h200x1")), made, line)
     assert [curve.at(t)[BOUNDARIES] // one for t in (5, 15, 25, 35, 45, 55)] == [1, 2, 1, 2, 2, 2]  # offloaded from 20 to 30
-    assert [curve.at(t)[KEPT] > 0 for t in (35, 45, 55)] == [False, True, True]
+    assert [curve.at(t)[RUNNING] > 0 for t in (35, 45, 55)] == [False, True, True]
 
 
 def test_what_is_retained_stays_from_forward_to_backward() -> None:
@@ -243,8 +276,8 @@ def test_what_is_retained_stays_from_forward_to_backward() -> None:
     ops.op("fwd.L00", "h.L00, const -> h.epilogue, act.L00", after="data:prologue")
     ops.op("epilogue", "h.epilogue, const -> loss, d.epilogue", after="data:fwd.L00")
     made = ops.op("bwd.L00", "act.L00, d.epilogue -> d.L00", after="data:epilogue").build()
-    curve = memory_over_time(layers, made, simulate(made, lambda op: 10))
-    assert [curve.at(t)[KEPT] // layers.stage("L00").activation_bytes for t in (5, 15, 25, 35)] == [0, 1, 1, 1]
+    curve = memory_over_time(layers, default_decisions(layers, load_profile("h200x1")), made, simulate(made, lambda op: 10))
+    assert [curve.at(t)[RETAINED] // layers.stage("L00").activation_bytes for t in (5, 15, 25, 35)] == [0, 1, 1, 1]
 
 
 def test_highest_moment_of_a_stretch() -> None:
@@ -258,6 +291,8 @@ def test_highest_moment_of_a_stretch() -> None:
 
 
 def test_memory_chart(golden: Callable[[str, str], None]) -> None:
-    ops = lower(layers := stack(6), default_decisions(layers, load_profile("h200x1")))
-    curve = memory_over_time(layers, ops, simulate(ops, plain_us))
+    layers = stack(6)
+    decisions = default_decisions(layers, load_profile("h200x1"))
+    ops = lower(layers, decisions)
+    curve = memory_over_time(layers, decisions, ops, simulate(ops, plain_us))
     golden("memory_stack.txt", memory_chart(curve, 80, budget_bytes=2**20) + "\n")

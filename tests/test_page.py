@@ -145,12 +145,12 @@ def test_memory_is_stacked_to_its_total() -> None:
 
 
 def test_a_measured_run_has_rows_too() -> None:
-    layers, _, ops, line = planned(stack(3))
+    layers, decisions, ops, line = planned(stack(3))
     measured = twice(line)
     rows = list(timeline_rows(ops, measured))
     assert len(rows) == len(line.busy_us)
     assert "step 1" in rows[0][2]
-    assert memory_over_time(layers, ops, measured).end_us == max(s.end_us for s in measured.spans)
+    assert memory_over_time(layers, decisions, ops, measured).end_us == max(s.end_us for s in measured.spans)
 
 
 def test_ticks() -> None:

@@ -118,7 +118,7 @@ def test_residence_with_every_route(world, where):
         assert not [slot for slot in evaluation.slots if slot not in graph.slots and slot.name != "stage"]
         slots = sum(slot.count * slot.bytes for slot in graph.slots if slot.memory == "hbm")
         rows = estimate_memory(layers, decisions).hbm
-        others = ("boundary activations", "largest stage's activations", "update workspace")
+        others = ("boundary activations", "running stage's activations", "update workspace")
         assert slots == sum(size for use, size in rows.items() if use not in others)
         for g in layers.groups:
             kinds = {op.kind for op in graph if op.layer == g.name}

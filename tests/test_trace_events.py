@@ -55,7 +55,8 @@ def require_sound(events: list[Event]) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_predicted_and_measured_are_sound_and_alike(ranks: int) -> None:
     layers, decisions, ops, line = planned(stack(6, world_size=ranks), "h200x4" if ranks > 1 else "h200x1", {"source": "cast"})
-    predicted, measured = trace_events(ops, line, layers, num_steps=2), trace_events(ops, twice(line), layers)
+    predicted = trace_events(ops, line, layers, decisions, num_steps=2)
+    measured = trace_events(ops, twice(line), layers, decisions)
     require_sound(predicted)
     require_sound(measured)
     assert predicted == measured
@@ -65,20 +66,20 @@ def test_predicted_and_measured_are_sound_and_alike(ranks: int) -> None:
 
 
 def test_tracks_are_streams_in_order() -> None:
-    layers, _, ops, line = planned(stack(3))
-    names = [e["args"]["name"] for e in trace_events(ops, line, layers) if e["name"] == "thread_name"]
+    layers, decisions, ops, line = planned(stack(3))
+    names = [e["args"]["name"] for e in trace_events(ops, line, layers, decisions) if e["name"] == "thread_name"]
     assert names == [str(s) for s in Stream if s in line.busy_us]
 
 
 def test_arrows_are_the_edges_between_steps_that_are_there() -> None:
-    layers, _, ops, line = planned(stack(4))
+    layers, decisions, ops, line = planned(stack(4))
     for reason in (Reason.VERSION, Reason.REUSE, Reason.DATA):
         edges = [e for e in ops.edges if e.reason is reason]
         assert edges
-        arrows = [e for e in trace_events(ops, line, layers, num_steps=3, arrows=(reason,)) if e["ph"] == "s"]
+        arrows = [e for e in trace_events(ops, line, layers, decisions, num_steps=3, arrows=(reason,)) if e["ph"] == "s"]
         assert len(arrows) == sum(3 - e.distance for e in edges)
     version = next(e for e in ops.edges if e.reason is Reason.VERSION)
-    events = trace_events(ops, line, layers, num_steps=2, arrows=(Reason.VERSION,))
+    events = trace_events(ops, line, layers, decisions, num_steps=2, arrows=(Reason.VERSION,))
     updates = [e for e in events if e["name"] == version.src]
     deliveries = [e for e in events if e["name"] == version.dst]
     [update], [delivery] = ([e for e in es if e["args"]["step"] == k] for es, k in ((updates, 0), (deliveries, 1)))
@@ -87,8 +88,8 @@ def test_arrows_are_the_edges_between_steps_that_are_there() -> None:
 
 
 def test_slices_say_what_they_move() -> None:
-    layers, _, ops, line = planned(stack(3))
-    [event] = [e for e in trace_events(ops, line, layers, num_steps=1) if e["name"] == "h2d.fwd.L01.c0"]
+    layers, decisions, ops, line = planned(stack(3))
+    [event] = [e for e in trace_events(ops, line, layers, decisions, num_steps=1) if e["name"] == "h2d.fwd.L01.c0"]
     op = ops["h2d.fwd.L01.c0"]
     assert event["cat"] == "h2d"
     assert event["args"] == {"step": 0, "layer": "L01", "bytes": op.bytes, "reads": "S.L01@0[c0/1,*]",
@@ -97,22 +98,24 @@ def test_slices_say_what_they_move() -> None:
 
 def test_clocks_that_disagree_and_foreign_ops() -> None:
     """Events of a GPU are read to a fraction of a millisecond: an op may seem to start before the one before it ended."""
-    layers, _, ops, line = planned(stack(3))
+    layers, decisions, ops, line = planned(stack(3))
     first, second, *rest = sorted(twice(line).spans, key=lambda s: (s.stream is not Stream.GPU, s.start_us))
     late = replace(first, end_us=second.start_us + 3)
     measured = replace(twice(line), spans=(late, second, *rest, Span("checkpoint", Stream.HOST, 5, 9)))
-    events = trace_events(ops, measured, layers)
+    events = trace_events(ops, measured, layers, decisions)
     require_sound(events)
     assert [e["cat"] for e in events if e["name"] == "checkpoint"] == ["other"]
 
 
 def test_the_file(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
-    ops = lower(layers := stack(2), default_decisions(layers, load_profile("h200x1")))
+    layers = stack(2)
+    decisions = default_decisions(layers, load_profile("h200x1"))
+    ops = lower(layers, decisions)
     line = simulate(ops, plain_us)
     for name in ("a.json", "b.json"):
-        write_trace(tmp_path / name, ops, line, layers, num_steps=2, title="Stack")
+        write_trace(tmp_path / name, ops, line, layers, decisions, num_steps=2, title="Stack")
     text = (tmp_path / "a.json").read_text()
     assert text == (tmp_path / "b.json").read_text()
     content = json.loads(text)
-    assert content["traceEvents"] == trace_events(ops, line, layers, num_steps=2, title="Stack")
+    assert content["traceEvents"] == trace_events(ops, line, layers, decisions, num_steps=2, title="Stack")
     golden("trace_stack.json", text)
