@@ -173,8 +173,8 @@ def _values(key: str, group: Group, layers: LayerGraph, default: GroupDecision, 
         more = []
     elif key == "act":
         more = list(Activation) if _own_layer(group, layers) else []
-    elif key in ("state", "weights") and not _own_layer(group, layers):
-        more = []  # a held group is in HBM for the whole step as it is
+    elif key == "weights" and not _own_layer(group, layers):
+        more = []  # a held group's weights are in HBM for the whole step as it is
     else:
         more = list(_all_values(key))
     return [first, *(v for v in more if v != first)]

@@ -14,6 +14,8 @@ from slidedp.compiler.ops import Slot
 from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
 from slidedp.compiler.units import format_bytes
 
+ON_THEIR_WAY = "activations on their way"
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
@@ -42,7 +44,7 @@ class MemoryReport:
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
     """What training with `decisions` needs. Activations: at the peak of the step, in the order of its ops (moments.py)."""
-    return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
+    return MemoryReport(device_buffers(graph, decisions) | peak_moment(graph, decisions).by_use(), host_buffers(graph, decisions))
 
 
 def num_window_slots(graph: LayerGraph, decisions: Decisions) -> int:
@@ -84,7 +86,8 @@ def _largest_chunk(graph: LayerGraph, numel: int, num_chunks: int) -> int:
     return max((hi - lo for lo, hi in cut_chunks(numel, num_chunks, graph.world_size)), default=0)
 
 
-def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
+def device_buffers(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
+    """Bytes of each GPU that are there for the whole step, by use."""
     own = [g for g in graph.groups if graph.streams(g)]
     shared = [g for g in graph.groups if g.uses and not graph.streams(g)]
     windowed, held = windowed_groups(graph, decisions), held_groups(graph, decisions)
@@ -98,9 +101,8 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
-        "activations on their way": sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
+        ON_THEIR_WAY: sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
                                         if slot.memory != "pinned"),
-        **peak_moment(graph, decisions).by_use(),
     }
 
 
@@ -140,7 +142,8 @@ def activation_slots(graph: LayerGraph, decisions: Decisions) -> tuple[Slot, ...
     return tuple(slots)
 
 
-def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
+def host_buffers(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
+    """Bytes of host memory, of all ranks, by use."""
     at_home = [g for g in graph.groups if not is_resident(g, decisions.of(g.name))]
     shadowed = [g for g in at_home if decisions.of(g.name).source is Source.SHADOW]
     on_host = [g for g in at_home if decisions.of(g.name).reduction is Reduction.CPU] if graph.world_size > 1 else []
