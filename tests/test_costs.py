@@ -167,8 +167,10 @@ def test_window_shrinks_with_the_budget_then_says_what_is_missing() -> None:
     for window, size in sizes.items():
         assert default_decisions(graph, hw, hbm_budget=size).window == window
     message = r"Qwen3-4B: a window of 2 weight slots needs .* of HBM, 1 B more than the budget .*hbm_budget"
+    tight = default_decisions(graph, hw, hbm_budget=sizes[2] - 1)
+    assert {str(tight.of(s.name).act) for s in graph.layers} == {"recompute"}, "the last layer retains only if there is room"
     with pytest.raises(ValueError, match=message):
-        default_decisions(graph, hw, hbm_budget=sizes[2] - 1)
+        default_decisions(graph, hw, hbm_budget=estimate_memory(graph, tight).hbm_bytes - 1)
 
 
 def test_policy_is_kept_while_the_rule_fits_the_budget() -> None:
