@@ -36,7 +36,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     policy = dict(pair.split("=") for pair in args.policy)
     policy = {key: int(value) if value.isdigit() else value for key, value in policy.items()}
-    with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None) as plan:
+    with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver) as plan:
         for batch in args.batch:
             torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
@@ -58,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=5, help="measured steps; one more warms up")
     p.add_argument("--no-reference", dest="reference", action="store_false")
+    p.add_argument("--solver", default="cp-sat", help="cp-sat or rule")
     p.add_argument("policy", nargs="*", help="KEY=VALUE pins, e.g. window=4 source=cast")
     return p.parse_args()
 
