@@ -21,13 +21,16 @@ MAX_CUTS = 40
 def cycle_bound(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int]) -> int:
     """Units that no selection's period can be less than. `selection`: a good one, whose cycle is the first cut."""
     lp = _Relaxation(graph, rows)
-    bound, known = 0.0, set[tuple[TimedEdge, ...]]()
+    first = max_cycle_ratio(graph, graph.choices.default).edges  # the rule's cycle: what a good plan has left behind
+    lp.add_cut(first)
+    bound, known = 0.0, {first}
     for _ in range(MAX_CUTS):
         cycle = max_cycle_ratio(graph, selection).edges
-        if cycle in known:
+        if cycle in known and bound:
             break
-        known.add(cycle)
-        lp.add_cut(cycle, int(bound))
+        if cycle not in known:
+            known.add(cycle)
+            lp.add_cut(cycle, int(bound))
         solved = lp.solve()
         if solved is None:
             break

@@ -81,10 +81,8 @@ def solve(
     scaled = graph.in_units_of(unit_us) if unit_us > 1 else graph
     best, period = (start, period_of(scaled, start)) if keep else descend(scaled, rows, start)
     proof = shortest_step(scaled, rows, best, period, gap, time_limit)
-    if proof.selection != best or period > proof.bound * (1 + gap):
-        keep = False
-    best, work = proof.selection, proof.work
-    if not keep:
+    work = proof.work
+    if not keep or period > proof.bound * (1 + gap):
         best, more = nearest_to_rule(scaled, rows, proof, gap, time_limit * SECOND_PHASE)
         work += more
     cycle = max_cycle_ratio(graph, best)

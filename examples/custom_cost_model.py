@@ -32,11 +32,15 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-8b", help="a shape preset, or a Hugging Face config")
     parser.add_argument("--hw", default="h200x4", help="a hardware profile with links between its GPUs")
     parser.add_argument("--slowdown", type=int, default=10)
+    parser.add_argument("--solver", choices=("cp-sat", "rule"), default="cp-sat")
     args = parser.parse_args()
 
+    # 64 sequences a rank: the GPUs bind, so both routes are affordable. With few sequences the host's memory binds, and whole
+    # copies for every GPU would cost more than gathering over links that are ten times slower; the solver knows.
     # What `slidedp plan` does. In a training script it is `slidedp.compile(..., cost_model=...)`.
-    quiet = slidedp.plan_on_paper(args.model, args.hw, batch=8, seq=1024)
-    busy = slidedp.plan_on_paper(args.model, args.hw, batch=8, seq=1024, cost_model=BusyGpuLinks(args.slowdown))
+    quiet = slidedp.plan_on_paper(args.model, args.hw, batch=64, seq=1024, solver=args.solver)
+    busy = slidedp.plan_on_paper(args.model, args.hw, batch=64, seq=1024, solver=args.solver,
+                                 cost_model=BusyGpuLinks(args.slowdown))
     print(slidedp.diff(quiet, busy))
 
 

@@ -36,7 +36,7 @@ def test_custom_cost_model_changes_the_route() -> None:
 
 
 def test_custom_cost_model_without_effect_changes_no_decision() -> None:
-    changes = run_example("custom_cost_model.py", "--slowdown", "1")
+    changes = run_example("custom_cost_model.py", "--slowdown", "1", "--solver", "rule")
     assert "delivery" not in changes
 
 
