@@ -42,6 +42,15 @@ class MemoryReport:
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
     """What training with `decisions` needs. Activations: at the peak of the step, in the order of its ops (moments.py)."""
+    of_groups, slots = group_memory(graph, decisions), activation_slots(graph, decisions)
+    on_their_way = sum(slot.count * slot.bytes for slot in slots if slot.memory != "pinned")
+    offloaded = graph.world_size * sum(slot.count * slot.bytes for slot in slots if slot.memory == "pinned")
+    activations = {"activations on their way": on_their_way, **peak_moment(graph, decisions).by_use()}
+    return MemoryReport(of_groups.hbm | activations, of_groups.host | {"offloaded activations": offloaded})
+
+
+def group_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
+    """What parameters, gradients and optimizer state take: all but activations."""
     return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
 
 
@@ -98,9 +107,6 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
-        "activations on their way": sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
-                                        if slot.memory != "pinned"),
-        **peak_moment(graph, decisions).by_use(),
     }
 
 
@@ -151,7 +157,5 @@ def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "shadow": sum(graph.compute_itemsize * g.numel for g in shadowed),
         "gradients": sum(graph.grad_itemsize * g.num_trainable for g in at_home),
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),
-        "offloaded activations": graph.world_size * sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
-                                                        if slot.memory == "pinned"),
         "cast staging": graph.world_size * decisions.staging_slots * graph.compute_itemsize * staging,
     }

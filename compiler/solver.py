@@ -180,7 +180,7 @@ class _Model:
                 return self.expression(linear.map(lambda v: -(-v // unit)))
 
             total = scaled(row.total)
-            for k, each in enumerate(row.maxima):
+            for k, each in enumerate(row.largest):
                 largest = self.m.new_int_var(0, 1 << 40, f"{row.place} shared buffer {k}")
                 for linear in each:
                     self.m.add(largest >= scaled(linear)).with_name(f"{row.place} shared buffer {k}")

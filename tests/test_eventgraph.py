@@ -12,7 +12,7 @@ from stacks import qwen3_4b, stack
 
 from slidedp.compiler.choices import Choices, Family, Link, find_choices, pinned_fields
 from slidedp.compiler.costs import AnalyticCostModel, WithFallback, resolve
-from slidedp.compiler.decisions import Decisions, Reduction, Route, Source
+from slidedp.compiler.decisions import Activation, Decisions, Reduction, Route, Source
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
@@ -23,6 +23,7 @@ from slidedp.compiler.maxplus import is_period, max_cycle_ratio, simulate_events
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.memoryrows import memory_rows
 from slidedp.compiler.ops import Stream
+from slidedp.compiler.residency import windowed_groups
 from slidedp.compiler.simulate import Timeline, simulate
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
@@ -194,10 +195,23 @@ def test_memory_rows_are_estimate_memory(layers: LayerGraph, hw_name: str, polic
     graph = event_graph(layers, hw, policy)
     rows = memory_rows(layers, graph.choices, hw.hbm_bytes, hw.host_bytes)
     rng = random.Random(3)
-    some = [[rng.randrange(len(f.options)) for f in graph.choices.families] for _ in range(5)]
-    for selection in (graph.choices.default, *some):
+    families = graph.choices.families
+    for trial in range(12):
+        selection = graph.choices.encode(graph.choices.decode([rng.randrange(len(f.options)) for f in families]))
+        if not trial:
+            selection = graph.choices.default
+        decisions = graph.choices.decode(selection)
+        report = estimate_memory(layers, decisions)
+        needed = [row.needed(selection) for row in rows]
+        assert needed[0] >= report.hbm_bytes
+        assert needed[1] >= report.host_bytes
+        moves = {decisions.activation(s) is Activation.OFFLOAD for s in layers.layers if s.groups}
+        if len(windowed_groups(layers, decisions)) >= decisions.window and moves == {False}:
+            assert needed == [report.hbm_bytes, report.host_bytes]
+    for act in Activation:  # the same for all layers: the windows are filled
+        selection = tuple(next(i for i, o in enumerate(f.options) if o["act"] == act) if f.name == "act" else 0 for f in families)
         report = estimate_memory(layers, graph.choices.decode(selection))
-        assert [(row.place, row.needed(selection)) for row in rows] == [("hbm", report.hbm_bytes), ("host", report.host_bytes)]
+        assert [row.needed(selection) for row in rows] == [report.hbm_bytes, report.host_bytes]
 
 
 # ---- families of decisions that may come later: here by hand ----
