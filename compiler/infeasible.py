@@ -34,13 +34,16 @@ def _least_within(size: int, row: MemoryRow, rows: Sequence[MemoryRow], choices:
     """The least of `row` while no shared buffer is larger than `size` bytes; None if that cannot be."""
     totals = [dict(row.total.terms), *(dict(r.total.terms) for r in rows if r is not row)]
     buffers = [dict(linear.terms) for each in row.maxima for linear in each]
+    peaks = [dict(linear.terms) for linear in row.peaks]
     selection = []
     for i, family in enumerate(choices.families):
         resident = family.resident if family.name != "state" and len(family.options) > 1 else None
         small = [o for o in range(len(family.options)) if o != resident and all(b[i][o] <= size for b in buffers if i in b)]
         if not small:
             return None
-        selection.append(min(small, key=lambda o: tuple(total[i][o] if i in total else 0 for total in totals)))
+        highest = [max((peak[i][o] for peak in peaks if i in peak), default=0) for o in range(len(family.options))]
+        sums = [[total.get(i, (0,) * len(highest))[o] for total in totals] for o in range(len(highest))]
+        selection.append(min(small, key=lambda o: (sums[o][0] + highest[o], *sums[o][1:])))
     for link in choices.links:
         if selection[link.a] == link.a_option:
             selection[link.b] = link.b_option

@@ -14,8 +14,6 @@ from slidedp.compiler.ops import Slot
 from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
 from slidedp.compiler.units import format_bytes
 
-ON_THEIR_WAY = "activations on their way"
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
@@ -44,7 +42,16 @@ class MemoryReport:
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
     """What training with `decisions` needs. Activations: at the peak of the step, in the order of its ops (moments.py)."""
-    return MemoryReport(device_buffers(graph, decisions) | peak_moment(graph, decisions).by_use(), host_buffers(graph, decisions))
+    of_groups, slots = group_memory(graph, decisions), activation_slots(graph, decisions)
+    on_their_way = sum(slot.count * slot.bytes for slot in slots if slot.memory != "pinned")
+    offloaded = graph.world_size * sum(slot.count * slot.bytes for slot in slots if slot.memory == "pinned")
+    activations = {"activations on their way": on_their_way, **peak_moment(graph, decisions).by_use()}
+    return MemoryReport(of_groups.hbm | activations, of_groups.host | {"offloaded activations": offloaded})
+
+
+def group_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:
+    """What parameters, gradients and optimizer state take: all but activations."""
+    return MemoryReport(_hbm(graph, decisions), _host(graph, decisions))
 
 
 def num_window_slots(graph: LayerGraph, decisions: Decisions) -> int:
@@ -86,8 +93,7 @@ def _largest_chunk(graph: LayerGraph, numel: int, num_chunks: int) -> int:
     return max((hi - lo for lo, hi in cut_chunks(numel, num_chunks, graph.world_size)), default=0)
 
 
-def device_buffers(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
-    """Bytes of each GPU that are there for the whole step, by use."""
+def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     own = [g for g in graph.groups if graph.streams(g)]
     shared = [g for g in graph.groups if g.uses and not graph.streams(g)]
     windowed, held = windowed_groups(graph, decisions), held_groups(graph, decisions)
@@ -101,8 +107,6 @@ def device_buffers(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),
-        ON_THEIR_WAY: sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
-                                        if slot.memory != "pinned"),
     }
 
 
@@ -142,8 +146,7 @@ def activation_slots(graph: LayerGraph, decisions: Decisions) -> tuple[Slot, ...
     return tuple(slots)
 
 
-def host_buffers(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
-    """Bytes of host memory, of all ranks, by use."""
+def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     at_home = [g for g in graph.groups if not is_resident(g, decisions.of(g.name))]
     shadowed = [g for g in at_home if decisions.of(g.name).source is Source.SHADOW]
     on_host = [g for g in at_home if decisions.of(g.name).reduction is Reduction.CPU] if graph.world_size > 1 else []
@@ -154,7 +157,5 @@ def host_buffers(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "shadow": sum(graph.compute_itemsize * g.numel for g in shadowed),
         "gradients": sum(graph.grad_itemsize * g.num_trainable for g in at_home),
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),
-        "offloaded activations": graph.world_size * sum(slot.count * slot.bytes for slot in activation_slots(graph, decisions)
-                                                        if slot.memory == "pinned"),
         "cast staging": graph.world_size * decisions.staging_slots * graph.compute_itemsize * staging,
     }

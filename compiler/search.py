@@ -29,7 +29,7 @@ def columns(graph: EventGraph, rows: Sequence[MemoryRow]) -> list[list[tuple[int
         collect(work.duration)
     for row in rows:
         collect(row.total)
-        for each in row.maxima:
+        for each in row.largest:
             for linear in each:
                 collect(linear)
     return found

@@ -203,7 +203,7 @@ class _Model:
     def memory(self) -> None:
         for row in self.rows:
             total = self.expression(row.total)
-            for k, each in enumerate(row.maxima):
+            for k, each in enumerate(row.largest):
                 largest = self.m.new_int_var(0, 1 << 50, f"{row.place} shared buffer {k}")
                 for linear in each:
                     self.m.add(largest >= self.expression(linear)).with_name(f"{row.place} shared buffer {k}")

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slidedp.compiler.binds import Link, links, longest, waits
+from slidedp.compiler.binds import Link, links, longest
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Decisions, GroupDecision
 from slidedp.compiler.gantt import duration
@@ -68,8 +68,8 @@ class Alternative:
 class Report:
     """What binds a step, and what other decisions would change. `str()` is at most 80 columns wide, names permitting.
 
-    `chain`: the critical chain, longest link first in `bound_by`. `waits_us`: of the time that the GPU waits, by the kind
-    of op it waits for. `question`: the decision asked about, or '' for those that matter most.
+    `chain`: the critical cycle, over `cycle_steps` steps, its longest link `bound_by`. `waits_us`: of the time that the GPU
+    waits, by the kind of op it waits for. `question`: the decision asked about, or '' for those that matter most.
     """
 
     title: str
@@ -83,6 +83,7 @@ class Report:
     question: str
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...] = ()
+    cycle_steps: int = 1
 
     def __str__(self) -> str:
         return "\n".join([*self._binding(), *([] if self.question else self._streams()), *self._alternatives(),
@@ -91,14 +92,15 @@ class Report:
     def _binding(self) -> Iterator[str]:
         yield from wrapped(f"{self.title}: {duration(self.step_us)} a step, GPU idle {duration(self.exposed_us)}", "  ")
         if self.bound_by:
-            yield from wrapped(f"bound by {self.bound_by}: {duration(self.bound_by.time_us)} of the critical chain", "  ")
+            yield from wrapped(f"bound by {self.bound_by}: {duration(self.bound_by.time_us)} of the critical cycle", "  ")
         else:
             yield f"bound by {bound_by(self.bottleneck)}"
 
     def _streams(self) -> Iterator[str]:
-        yield from ("", "critical chain, each waiting for the one before, round to the first")
+        over = f" of {self.cycle_steps} steps" if self.cycle_steps > 1 else ""
+        yield from ("", f"critical cycle{over}, each waiting for the one before, round to the first")
         for link in self.chain:
-            yield f"  {duration(link.time_us):>9}  {self._share(link.time_us)}  {link}"
+            yield f"  {duration(link.time_us):>9}  {self._share(link.time_us / max(self.cycle_steps, 1))}  {link}"
         yield from ("", "streams, busy")
         for stream, busy in self.busy_us.items():
             yield f"  {duration(busy):>9}  {self._share(busy)}  {stream}: {bound_by(stream)}"
@@ -107,14 +109,16 @@ class Report:
             for kind, time in self.waits_us.items():
                 yield f"  {duration(time):>9}  {self._share(time)}  {kind}"
 
-    def _share(self, us: int) -> str:
+    def _share(self, us: float) -> str:
         return f"{us / max(self.step_us, 1):6.1%}"
 
     def _alternatives(self) -> Iterator[str]:
         if not self.alternatives:
             return
         yield from ("", f"{self.question or 'decisions that matter most, of all groups at once'}, the rest as planned")
+        group = f"{self.question}."  # of a question about one group the title says which
         rows = [("", "value", "step", "device", "host", "verdict"), *(self._row(a) for a in self.alternatives)]
+        rows = [(name.removeprefix(group), *cells) for name, *cells in rows]
         first = 1 if self.question and len({a.decision for a in self.alternatives}) == 1 else 0
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row, alternative in zip(rows, (None, *self.alternatives), strict=True):
@@ -164,11 +168,11 @@ def explain(
     else:
         found = mattering(world, planned)
     line = planned.timeline
-    chain = links(planned.graph, line)
+    chain = links(line)
     return Report(
         title=f"{plan.layers.model or 'model'} on {world.hw.name}", step_us=line.step_us, exposed_us=line.exposed_us,
         bottleneck=str(line.bottleneck), bound_by=longest(chain), chain=chain, busy_us=line.busy_us,
-        waits_us=waits(planned.graph, line), question=decision, alternatives=found, notes=notes)
+        waits_us=line.exposed_by, question=decision, alternatives=found, notes=notes, cycle_steps=line.cycle_steps)
 
 
 def decisions_asked(decision: str, layers: LayerGraph) -> list[tuple[str, str]]:

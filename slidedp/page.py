@@ -7,7 +7,7 @@ from dataclasses import fields
 from html import escape
 from pathlib import Path
 
-from slidedp.compiler.binds import links, longest, waits
+from slidedp.compiler.binds import links, longest
 from slidedp.compiler.decisions import GroupDecision
 from slidedp.compiler.gantt import duration
 from slidedp.compiler.memory_over_time import memory_over_time
@@ -134,16 +134,16 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 def binding(outcome: Outcome) -> Iterator[str]:
     line = outcome.timeline
-    chain = links(outcome.graph, line)
+    chain = links(line)
     most = longest(chain)
-    by = f"{most}, {duration(most.time_us)} of the critical chain" if most else bound_by(str(line.bottleneck))
+    by = f"{most}, {duration(most.time_us)} of the critical cycle" if most else bound_by(str(line.bottleneck))
     idle_us = duration(line.exposed_us)
     yield f"<p>A step takes {duration(line.step_us)}, bound by {escape(by)}. The GPU waits for {idle_us} of it.</p>"
-    share = max(line.step_us, 1)
-    yield table(("critical chain", "time", "share"), [(str(x), duration(x.time_us), f"{x.time_us / share:.1%}") for x in chain])
-    idle = waits(outcome.graph, line)
-    if idle:
-        rows = [(str(kind), duration(us), f"{us / share:.1%}") for kind, us in idle.items()]
+    share, cycle = max(line.step_us, 1), max(line.step_us * line.cycle_steps, 1)
+    over = f"critical cycle of {line.cycle_steps} steps" if line.cycle_steps > 1 else "critical cycle"
+    yield table((over, "time", "share"), [(str(x), duration(x.time_us), f"{x.time_us / cycle:.1%}") for x in chain])
+    if line.exposed_by:
+        rows = [(str(kind), duration(us), f"{us / share:.1%}") for kind, us in line.exposed_by.items()]
         yield table(("the GPU waits for", "time", "share"), rows)
 
 

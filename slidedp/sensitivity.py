@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from slidedp.compiler.defaults import default_decisions
+import torch
+
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.units import format_bytes
+from slidedp.decide import decide
 from slidedp.paper import plan_on_paper
-from slidedp.planner import DTYPE_NAMES
+from slidedp.planner import DTYPE_NAMES, Settings
 from slidedp.presets import PRESETS
 from slidedp.what_if import WhatIf
 
@@ -42,9 +44,7 @@ def over_budgets(plan: PlanFile, world: WhatIf) -> tuple[Point, ...]:
         label = format_bytes(size)
         there = replace(world, budgets=replace(world.budgets, hbm_bytes=size))
         try:
-            decisions = default_decisions(plan.layers, world.hw, hbm_budget=size, host_budget=world.budgets.host_bytes,
-                                          cost_model=world.cost_model)
-            outcome = there.outcome(decisions)
+            outcome = there.outcome(decide(plan.layers, settings_of(plan, there), world.measurement).decisions)
         except ValueError as e:
             out.append(Point(label, why=str(e)))
             continue
@@ -52,6 +52,24 @@ def over_budgets(plan: PlanFile, world: WhatIf) -> tuple[Point, ...]:
         rate = tokens / max(line.step_us, 1)
         out.append(Point(label, line.step_us, rate, memory.hbm_bytes, memory.host_bytes, str(line.bottleneck)))
     return tuple(out)
+
+
+def settings_of(plan: PlanFile, world: WhatIf) -> Settings:
+    """What `compile` would be asked to plan such a step with, by the same solver as `plan`."""
+    compute, grad = dtypes_of(plan)
+    return Settings(world.hw, compute, grad, plan.world_size, cost_model=world.cost_model, hbm_budget=world.budgets.hbm_bytes,
+                    host_budget=world.budgets.host_bytes, solver=solver_of(plan))  # fmt: skip
+
+
+def solver_of(plan: PlanFile) -> str:
+    """The rule for a plan of the rule's: what differs in the points is then the batch or the budget alone."""
+    return "cp-sat" if plan.solver else "rule"
+
+
+def dtypes_of(plan: PlanFile) -> tuple[torch.dtype, torch.dtype]:
+    """Of compute and gradients."""
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    return dtypes[plan.layers.compute_dtype], dtypes[plan.layers.grad_dtype]
 
 
 def over_batches(plan: PlanFile, world: WhatIf, model: str | None = None) -> tuple[Point, ...]:
@@ -74,11 +92,11 @@ def over_batches(plan: PlanFile, world: WhatIf, model: str | None = None) -> tup
 
 
 def replanned(plan: PlanFile, world: WhatIf, model: str, batch: int, seq: int) -> PlanFile:
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    compute, grad = dtypes_of(plan)
     return plan_on_paper(
-        model, world.hw, batch=batch, seq=seq, ranks=plan.world_size, compute_dtype=dtypes[plan.layers.compute_dtype],
-        grad_dtype=dtypes[plan.layers.grad_dtype], hbm_budget=world.budgets.hbm_bytes, host_budget=world.budgets.host_bytes,
-        cost_model=world.cost_model)
+        model, world.hw, batch=batch, seq=seq, ranks=plan.world_size, compute_dtype=compute, grad_dtype=grad,
+        hbm_budget=world.budgets.hbm_bytes, host_budget=world.budgets.host_bytes, cost_model=world.cost_model,
+        solver=solver_of(plan))
 
 
 def batch_of(plan: PlanFile) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from stacks import qwen3_4b, stack
 
-from slidedp.compiler.costs import AnalyticCostModel, resolve
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.diff import diff
@@ -20,8 +19,8 @@ from slidedp.compiler.layergraph import LayerGraph, Param
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile, model_hash, ops_hash, params_hash
 from slidedp.compiler.policy import apply_policy, merge_policies, parse_fixes
+from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.runlength import expand, runs
-from slidedp.compiler.simulate import simulate
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 from slidedp.report import summary
@@ -33,8 +32,8 @@ def make_plan(layers: LayerGraph, hw_name: str = "h200x1", policy: dict[str, Any
     hw = load_profile(hw_name)
     decisions = default_decisions(layers, hw, policy=policy)
     ops = lower(layers, decisions)
-    costs = resolve(ops.ops, hw, AnalyticCostModel(layers.world_size))
-    memory, line = estimate_memory(layers, decisions), simulate(ops, costs.duration_us)
+    costs = price(ops, cost_model_of(layers), hw)
+    memory, line = estimate_memory(layers, decisions), predict(ops, costs, hw)
     predictions = Predictions(line.step_us, 1e6 * 1024 / line.step_us, memory.hbm_bytes, memory.host_bytes, str(line.bottleneck))
     return make_planfile("0.1.0", layers, hw, decisions, costs, ops, Budgets(hw.hbm_bytes, hw.host_bytes), predictions,
                          {"input_ids": "1x1024"})
@@ -77,15 +76,14 @@ def test_it_is_small_and_readable() -> None:
     assert list(content["decisions"]) == ["prologue", "L00-L34", "L35", "epilogue"]
     assert content["decisions"]["L35"]["act"] == "retain"
     assert content["decisions"]["L00-L34"] == {"delivery": "replicated", "source": "shadow", "delivery_chunks": 6,
-                                               "reduction": "gpu", "return_chunks": 6, "act": "recompute",
-                                               "boundary": "hbm"}  # fmt: skip
+                                               "reduction": "gpu", "return_chunks": 6, "act": "recompute"}  # fmt: skip
     assert [row["name"] for row in content["model"]["stages"]] == ["prologue", "L00-L35", "epilogue"]
     assert content["model"]["groups"][1] == {"name": "L00-L35", "numel": 100930560, "num_trainable": 100930560, "uses": ["self"]}
 
 
 def test_residence_is_shown_and_written_only_where_it_differs() -> None:
     plain = make_plan(stack(4))
-    assert not {"weights", "state"} & set(yaml.safe_load(plain.to_yaml())["decisions"]["L00-L03"])
+    assert not {"weights", "state"} & set(yaml.safe_load(plain.to_yaml())["decisions"]["L00-L02"])
     assert "state" not in summary(plain)
     pinned = make_plan(stack(4), policy={"layers": {"L00-L01": {"state": "hbm"}, "L02": {"weights": "hold"}}})
     rows = {line.split()[0]: line.split()[1:] for line in summary(pinned).splitlines() if line.startswith("  ")}

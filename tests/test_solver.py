@@ -215,15 +215,18 @@ def solve_by_hand(layers: LayerGraph, choices: Choices, hw: HardwareProfile, hbm
 
 
 def test_activations_are_kept_where_they_fit() -> None:
-    """Compute-bound: as many layers are retained as the HBM budget has room for, and no more."""
+    """Compute-bound: as many layers are retained as the HBM budget has room for, and no more.
+
+    The first takes next to nothing: the last layer's activations are there in its backward anyway.
+    """
     layers, hw = stack(5, 30_000_000, 40_000_000, tokens=100_000, width=1024), load_profile("h200x1")
     choices = by_hand(layers, {"act": ("recompute", "retain")})
-    need = estimate_memory(layers, choices.defaults).hbm_bytes
+    need = estimate_memory(layers, choices.decode(choices.default)).hbm_bytes
     each = layers.stage("L00").activation_bytes
     at = [i for i, f in enumerate(choices.families) if f.name == "act"]
     for room in (0, 2, 5):
         solution, _ = solve_by_hand(layers, choices, hw, need + room * each + each // 2)
-        assert sum(solution.selection[i] for i in at) == room
+        assert sum(solution.selection[i] for i in at) == min(room + 1, len(at))
 
 
 def test_state_goes_to_hbm_when_the_update_binds() -> None:
