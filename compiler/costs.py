@@ -82,8 +82,10 @@ class AnalyticCostModel:
                 return hw.link_latency_us + _us(op.bytes, hw.d2h_gbps if self.single(hw) else hw.duplex_gbps)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
                 return hw.collective_latency_us + _us(op.bytes, hw.gpu_link_gbps or self.staged_gbps(hw))
-            case OpKind.BARRIER | OpKind.GRAD_NORM:
+            case OpKind.BARRIER:
                 return hw.collective_latency_us
+            case OpKind.GRAD_NORM:
+                return self.norm_us(op, hw)
             case OpKind.HOST_CAST:
                 return hw.host_task_us + self.cast_us(op, hw)
             case OpKind.CPU_UPDATE:
@@ -107,6 +109,12 @@ class AnalyticCostModel:
             return hw.h2d_gbps
         for_backward = any(ref.value.startswith("W.bwd.") for ref in op.writes)
         return hw.duplex_gbps if for_backward or op.kind is OpKind.ACT_RELOAD else hw.h2d_all_gbps
+
+    def norm_us(self, op: Op, hw: HardwareProfile) -> float:
+        """A norm reads its gradient once, where it is; bringing all of them home is a small copy, what follows a host task."""
+        if op.stream is Stream.HOST:
+            return hw.host_task_us + _us(op.bytes * self.world_size, hw.host_dram_gbps)
+        return hw.link_latency_us if op.stream is Stream.UPDATE else hw.gpu_launch_us + _us(op.bytes, hw.hbm_gbps)
 
     def cast_us(self, op: Op, hw: HardwareProfile) -> float:
         """A cast reads FP32 and writes the compute dtype; the profile's rates count BF16 bytes written."""

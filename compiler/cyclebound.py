@@ -55,8 +55,8 @@ class _Relaxation:
             self.lp.Add(self.x[link.a][link.a_option] == self.x[link.b][link.b_option])
         for row in rows:
             unit = max(1, row.budget)
-            buffers = [self.lp.NumVar(0, self.lp.infinity(), "") for _ in row.maxima]
-            for largest, each in zip(buffers, row.maxima, strict=True):
+            buffers = [self.lp.NumVar(0, self.lp.infinity(), "") for _ in row.largest]
+            for largest, each in zip(buffers, row.largest, strict=True):
                 for linear in each:
                     self.lp.Add(self.expression(linear, unit) <= largest)
             self.lp.Add(self.expression(row.total, unit) + sum(buffers) <= 1)

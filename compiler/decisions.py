@@ -62,6 +62,16 @@ class StateHome(StrEnum):
     HBM = "hbm"
 
 
+class Update(StrEnum):
+    """When updates run: as their gradients arrive; or once the norm of all of them is known, most under the next forward.
+
+    Only `deferred` can clip by the global norm, and skip a step whose gradient is not finite.
+    """
+
+    IN_BACKWARD = "in_backward"
+    DEFERRED = "deferred"
+
+
 class Residence(StrEnum):
     """A group's weights between their uses: delivered again for each, or once a step and then held in HBM."""
 
@@ -93,6 +103,7 @@ class Decisions:
     `act_slots`: layers whose activations (or boundaries) are in HBM on their way to the host, and again on their way back.
 
     `head_chunks`: in how many chunks of tokens the epilogue makes the logits, at most; 1: all at once, as eager.
+    `update`: when updates run, of all groups alike.
     """
 
     groups: dict[str, GroupDecision] = field(default_factory=dict)
@@ -102,6 +113,7 @@ class Decisions:
     reduce_slots: int = 2
     head_chunks: int = 1
     act_slots: int = 2
+    update: Update = Update.IN_BACKWARD
 
     def of(self, group: str) -> GroupDecision:
         return self.groups[group]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.layergraph import STORAGE_ALIGN, LayerGraph, Stage, aligned, cut_chunks
+from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, aligned, cut_chunks
 from slidedp.compiler.moments import peak_moment
 from slidedp.compiler.ops import Slot
-from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, windowed_groups
+from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, waits_in_hbm, windowed_groups
 from slidedp.compiler.units import format_bytes
 
 
@@ -74,7 +74,7 @@ def largest_reduced(graph: LayerGraph, decisions: Decisions) -> int:
     """Elements of the largest sum that one rank receives from a reduction between GPUs; 0 if there is none."""
     each = [(g, decisions.of(g.name)) for g in graph.groups] if graph.world_size > 1 else []
     chunks = [_largest_chunk(graph, g.num_trainable, d.return_chunks) for g, d in each
-              if d.reduction is Reduction.GPU or is_resident(g, d)]
+              if (d.reduction is Reduction.GPU or is_resident(g, d)) and not waits_in_hbm(decisions, g)]
     return max(chunks, default=0) // graph.world_size
 
 
@@ -82,6 +82,18 @@ def largest_update(graph: LayerGraph, decisions: Decisions) -> int:
     """Elements of the largest part of a chunk that one rank updates in HBM at a time; 0 if no state lives there."""
     each = [_largest_chunk(graph, g.num_trainable, decisions.of(g.name).return_chunks) for g in resident_groups(graph, decisions)]
     return max(each, default=0) // graph.world_size
+
+
+def waiting_bytes(graph: LayerGraph, decisions: Decisions, group: Group) -> int:
+    """Of a gradient that waits in HBM for a deferred update, beside the slots that it has anyway: a buffer for each chunk of the
+    sum that this rank receives; on one rank, a buffer for what otherwise would share the gradient slots.
+    """
+    if not waits_in_hbm(decisions, group):
+        return 0
+    if graph.world_size == 1:
+        return graph.grad_itemsize * group.num_trainable * graph.streams(group)
+    chunks = cut_chunks(group.num_trainable, decisions.of(group.name).return_chunks, graph.world_size)
+    return len(chunks) * graph.grad_itemsize * max(hi - lo for lo, hi in chunks) // graph.world_size
 
 
 def update_workspace_bytes(graph: LayerGraph, decisions: Decisions) -> int:
@@ -104,6 +116,7 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in own), default=0),
         "held weights": sum(weight * g.numel for g in held),
         "held gradients": sum(grad * g.num_trainable for g in shared),
+        "waiting gradients": sum(waiting_bytes(graph, decisions, g) for g in graph.groups),
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
         "reduce slots": decisions.reduce_slots * grad * largest_reduced(graph, decisions),

@@ -29,6 +29,8 @@ Values and the places they live in:
                         value again in HBM, in ``back.h[k]``, ``back.act[k]``
 ``const``               what the prologue made for all (masks, rotary)
 ``loss``                this rank's loss
+``norm.<group>``        norms of a gradient's parts; ``norms`` all of them, on the host; ``norm`` this rank's sum of their
+                        squares, in shared memory; ``clip`` the factor for all gradients, or that there is no update
 ======================  =========================================================================================
 
 Source: DESIGN §4; the SSA values with explicit places follow MLIR's and tinygrad's habit of an IR that is data.

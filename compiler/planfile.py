@@ -17,7 +17,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import ITEMSIZE, LayerGraph
 from slidedp.compiler.ops import OpGraph
-from slidedp.compiler.planyaml import read_decisions, read_layers, to_text, write_decisions, write_layers
+from slidedp.compiler.planyaml import plan_values, read_decisions, read_layers, to_text, write_decisions, write_layers
 from slidedp.compiler.policy import PLAN_KEYS
 from slidedp.compiler.strict import as_float, as_int, as_mapping, as_str, check_keys, content_hash, parse_yaml, read_text
 
@@ -205,7 +205,7 @@ def params_hash(layers: LayerGraph) -> str:
 
 
 def decisions_hash(decisions: Decisions) -> str:
-    return content_hash([{name: asdict(d) for name, d in decisions.groups.items()}, [getattr(decisions, k) for k in PLAN_KEYS]])
+    return content_hash([{name: asdict(d) for name, d in decisions.groups.items()}, list(plan_values(decisions).values())])
 
 
 def ops_hash(ops: OpGraph) -> str:

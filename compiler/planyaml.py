@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, StateHome
+from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, StateHome, Update
 from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, LossHead, Stage, StageKind
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
 from slidedp.compiler.runlength import expand, runs
@@ -19,8 +19,9 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
-OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST}
-"""Fields of a decision that are written only where they say otherwise."""
+OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST,
+           "update": Update.IN_BACKWARD}
+"""Fields of decisions that are written only where they say otherwise."""
 
 
 def is_plan(content: object) -> bool:
@@ -37,7 +38,13 @@ def write_decisions(decisions: Decisions) -> dict[str, Any]:
     """``plan``: the counts; ``decisions``: name or range of layers -> fields."""
     rows = [(name, {key: v if isinstance(v, int) else str(v) for key, v in asdict(d).items() if OMITTED.get(key) != v})
             for name, d in decisions.groups.items()]
-    return {"plan": {key: getattr(decisions, key) for key in PLAN_KEYS}, "decisions": dict(runs(rows))}
+    plan = {key: v if isinstance(v, int) else str(v) for key, v in plan_values(decisions).items()}
+    return {"plan": plan, "decisions": dict(runs(rows))}
+
+
+def plan_values(decisions: Decisions) -> dict[str, Any]:
+    """The plan-level decisions that are written: all but those left at what goes without saying."""
+    return {key: v for key in PLAN_KEYS if OMITTED.get(key) != (v := getattr(decisions, key))}
 
 
 def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> Decisions:
@@ -58,7 +65,7 @@ def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> De
     if missing:
         raise ValueError(f"{at}: {runs(missing)[0][0]} is not decided: ranges leave a gap")
     plan = as_mapping(top["plan"], f"{where}: plan")
-    check_keys(plan, PLAN_KEYS, f"{where}: plan")
+    check_keys(plan, PLAN_KEYS, f"{where}: plan", required=[key for key in PLAN_KEYS if key not in OMITTED])
     return Decisions({g.name: groups[g.name] for g in layers.groups}, **plan_fields(plan, f"{where}: plan"))
 
 

@@ -1,6 +1,7 @@
 """Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
 
-    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, and
+                                   update: in_backward or deferred
     source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
     chunks: 4                      weights, state, and chunks, which is both delivery_chunks and return_chunks
     layers:
@@ -26,6 +27,7 @@ from slidedp.compiler.decisions import (
     Route,
     Source,
     StateHome,
+    Update,
 )
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.runlength import expand, layer_index, runs
@@ -33,11 +35,11 @@ from slidedp.compiler.strict import as_int, as_mapping, check_keys
 
 CHOICES: dict[str, type[StrEnum]] = {
     "delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
-    "weights": Residence, "state": StateHome,
+    "weights": Residence, "state": StateHome, "update": Update,
 }  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
-PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots")
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots", "update")
 
 
 def apply_policy(
@@ -96,13 +98,17 @@ def group_fields(pins: Mapping[str, Any], where: str) -> dict[str, Any]:
     chunks = {"delivery_chunks": pins["chunks"], "return_chunks": pins["chunks"]} if "chunks" in pins else {}
     out: dict[str, Any] = {}
     for key, value in {**chunks, **{k: v for k, v in pins.items() if k != "chunks"}}.items():
-        out[key] = choice(CHOICES[key], key, value, where) if key in CHOICES else as_int(value, f"{where}: {key}", 1)
+        out[key] = field_value(key, value, where)
     return out
 
 
-def plan_fields(pins: Mapping[str, Any], where: str) -> dict[str, int]:
-    """Checked plan-level counts of Decisions."""
-    return {key: as_int(value, f"{where}: {key}", 1) for key, value in pins.items()}
+def plan_fields(pins: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Checked plan-level fields of Decisions."""
+    return {key: field_value(key, value, where) for key, value in pins.items()}
+
+
+def field_value(key: str, value: object, where: str) -> StrEnum | int:
+    return choice(CHOICES[key], key, value, where) if key in CHOICES else as_int(value, f"{where}: {key}", 1)
 
 
 def choice(kind: type[StrEnum], key: str, value: object, where: str) -> StrEnum:

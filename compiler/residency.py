@@ -5,7 +5,7 @@ Asked by memory.py, the passes and the executor alike, so that a plan's sizes, o
 
 from __future__ import annotations
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, StateHome
+from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, StateHome, Update
 from slidedp.compiler.layergraph import Group, LayerGraph
 
 STATE_BYTES = 12
@@ -34,6 +34,11 @@ def held_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
 
 def resident_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
     return [g for g in layers.groups if is_resident(g, decisions.of(g.name))]
+
+
+def waits_in_hbm(decisions: Decisions, group: Group) -> bool:
+    """True if the group's gradient stays in HBM until all gradients are there: its update is deferred, and happens there."""
+    return decisions.update is Update.DEFERRED and group.trainable and is_resident(group, decisions.of(group.name))
 
 
 def state_bytes(group: Group, world_size: int) -> int:

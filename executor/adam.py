@@ -144,20 +144,23 @@ class CpuAdam:
 
     # ---- the update -------------------------------------------------------------------------------------------
 
-    def update(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None) -> None:
+    def update(
+        self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None, scale: float = 1.0
+    ) -> None:
         """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
 
         `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
         `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
         a gradient are left alone, moments and step count included. Padding is never touched.
+        `scale`: an FP32 number that gradients are multiplied by; 1.0 changes no bit.
         Raises NonFiniteGradient; the tile of 512 (native) or the range (torch) with the bad element is then unchanged.
         """
         if self.native:
             flags = None if present is None else self._flags(group, present)
             handle = self.bind(group, lo, hi).handle
-            self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags), step)
+            self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags, scale), step)
         else:
-            self._torch(group, *self.parts(group, lo, hi, step, present), step)
+            self._torch(group, *self.parts(group, lo, hi, step, present), step, scale)
 
     def _flags(self, group: str, present: np.ndarray | Sequence[bool]) -> np.ndarray:
         flags = np.array(present, dtype=bool)
@@ -216,7 +219,8 @@ class CpuAdam:
             raise NonFiniteGradient(group, param.name, step)
 
     @torch.no_grad()
-    def _torch(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int) -> None:
+    def _torch(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int,
+               scale: float) -> None:
         state = self._state
         ranges = list(zip(index.tolist(), starts.tolist(), ends.tolist(), strict=True))
         for i, lo, hi in ranges:
@@ -226,7 +230,7 @@ class CpuAdam:
             param = state.master[group][lo:hi]
             adamw_as_torch(
                 param,
-                state.grad[group][lo:hi].float(),
+                scaled(state.grad[group][lo:hi], scale),
                 state.exp_avg[group][lo:hi],
                 state.exp_avg_sq[group][lo:hi],
                 int(g.counts[i]),
@@ -236,6 +240,11 @@ class CpuAdam:
             )
             if group in state.shadow:
                 state.shadow[group][lo:hi].copy_(param)
+
+
+def scaled(grad: Tensor, scale: float) -> Tensor:
+    """`grad` in FP32, times `scale` in FP32."""
+    return grad.float() if scale == 1.0 else grad.float() * scale
 
 
 def adamw_as_torch(

@@ -7,6 +7,8 @@ Two arithmetics, chosen as for the CPU (adam.py), with whose step counts, learni
 fused       ``torch._fused_adamw_``, one kernel for the parameters of a chunk; within rounding of torch.optim.AdamW. It never
             waits: a chunk with a gradient that is not finite is left as it is by the kernel itself, and the largest element of
             each gradient comes to the host with the step's last update.
+
+With a norm of all gradients (clipping.py) neither has to look: an update that runs knows that they are finite.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slidedp.executor.adam import CpuAdam, NonFiniteGradient, _GroupSteps, adamw_as_torch
+from slidedp.executor.adam import CpuAdam, NonFiniteGradient, _GroupSteps, adamw_as_torch, scaled
 from slidedp.executor.backend import Backend
 
 
@@ -79,41 +81,47 @@ class GpuAdam:
         backend.fence_caller()
 
     @torch.no_grad()
-    def update(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: int, present: np.ndarray | None) -> None:
+    def update(
+        self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: int, present: np.ndarray | None,
+        scale: float | None = None,
+    ) -> None:  # fmt: skip
         """AdamW on the chunk of `group` that starts at `lo`, from `gradient`; writes its copy in `weights` (both: its elements).
 
-        `step`, `present`: see :meth:`CpuAdam.parts`. A gradient that is not finite raises NonFiniteGradient here (``torch``) or
-        in :meth:`require_finite` (fused); nothing of the chunk is updated then.
+        `step`, `present`: see :meth:`CpuAdam.parts`. `scale`: gradients are finite, and are multiplied by it (in their
+        place, where they are FP32: nobody reads them after this); None: nothing is known of them. Then one that is not finite
+        raises NonFiniteGradient here (``torch``) or in :meth:`require_finite` (fused), and nothing of the chunk is updated.
         """
         chunk = self._chunks[group, lo]
         g, index, _, _ = self._adam.parts(group, lo, chunk.hi, step, present)
         if index.size == 0:
             return
         self._order.setdefault((group, lo))
-        (self._as_torch if self._exact else self._fused)(chunk, g, index, gradient, step)
+        (self._as_torch if self._exact else self._fused)(chunk, g, index, gradient, step, scale)
         weights.copy_(chunk.state.master)
 
-    def _as_torch(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int) -> None:
+    def _as_torch(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int,
+                  scale: float | None) -> None:
         parts = self._parts[chunk.group, chunk.lo]
-        for i in index.tolist():
+        for i in index.tolist() if scale is None else ():
             if not torch.isfinite(gradient[parts[i].start : parts[i].end]).all():
                 raise NonFiniteGradient(chunk.group, g.params[i].name, step)
         opt = self._adam.optimizer
         for i in index.tolist():
-            part, state = gradient[parts[i].start : parts[i].end].float(), parts[i].state
+            part, state = scaled(gradient[parts[i].start : parts[i].end], 1.0 if scale is None else scale), parts[i].state
             adamw_as_torch(state.master, part, state.exp_avg, state.exp_avg_sq, int(g.counts[i]), self._adam.lr(step), opt,
                            opt.weight_decay if g.decay[i] else 0.0)
 
-    def _fused(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int) -> None:
+    def _fused(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int,
+               scale: float | None) -> None:
         if gradient.dtype is not torch.float32:
             assert self._workspace is not None
             gradient = self._workspace[: gradient.numel()].copy_(gradient)
+        if scale is not None and scale != 1.0:
+            gradient.mul_(scale)
         parts, opt = self._parts[chunk.group, chunk.lo], self._adam.optimizer
         # All of them, so that a norm has its place: without a gradient it is zero.
         grads = {i: gradient[p.start : p.end] for i, p in parts.items()}
-        norms = self._norms[self._norms_at[chunk.group, chunk.lo]]
-        torch.stack(torch._foreach_norm(list(grads.values()), math.inf), out=norms)
-        skip = torch.isfinite(norms).all().logical_not().float()
+        skip = self._look(chunk, list(grads.values())) if scale is None else None
         for decay, count, alike in _alike(g, index):
             steps = torch.full((len(alike),), float(count), dtype=torch.float32, device=gradient.device).unbind()
             states = [parts[i].state for i in alike]
@@ -122,6 +130,12 @@ class GpuAdam:
                 [s.exp_avg_sq for s in states], [], list(steps), lr=self._adam.lr(step), beta1=opt.betas[0],
                 beta2=opt.betas[1], eps=opt.eps, weight_decay=opt.weight_decay if decay else 0.0, amsgrad=False,
                 maximize=False, found_inf=skip)
+
+    def _look(self, chunk: DeviceChunk, grads: list[Tensor]) -> Tensor:
+        """1.0, on the device, if the chunk's gradients are not finite, else 0.0; keeps their norms."""
+        norms = self._norms[self._norms_at[chunk.group, chunk.lo]]
+        torch.stack(torch._foreach_norm(grads, math.inf), out=norms)
+        return torch.isfinite(norms).all().logical_not().float()
 
     def norms(self) -> Tensor:
         """Largest magnitudes of the gradients of the step so far: on the host once the op that calls this is done."""

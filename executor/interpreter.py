@@ -9,7 +9,6 @@ Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,10 +19,12 @@ from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
 from slidedp.executor.backend import poison
+from slidedp.executor.clipping import norms_of
 from slidedp.executor.step import Step
 
 if TYPE_CHECKING:
     from slidedp.executor.adam import BoundUpdate
+    from slidedp.executor.clipping import Clipping
     from slidedp.executor.machine import Machine
     from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
@@ -77,7 +78,7 @@ class Interpreter:
             if ref.value.startswith(("W.", "off.", "back.")) and not ref.persistent:
                 if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
                     out.append(self.machine.buffers[ref.place])
-            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None:
+            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and op.kind is not OpKind.GRAD_NORM:
                 out.append(self.device(ref))
         return out
 
@@ -287,15 +288,61 @@ class Interpreter:
 
         return task
 
+    def grad_norm(self, op: Op) -> Task:
+        clipping = self.machine.clipping
+        assert clipping is not None, "only deferred updates read a norm"
+        match op.writes[0].value:
+            case "norms":
+                return self.norms_home(op)
+            case "norm":
+                return lambda step: clipping.post(step.home_norms, step.number)
+            case "clip":
+                return self.clip(clipping)
+        return self.partial_norms(op)
+
+    def partial_norms(self, op: Op) -> Task:
+        gradient, value = op.reads[0], op.writes[0].value
+        if gradient.chunk is None:
+            slot = self.machine.buffers[gradient.place]
+            parts = [slot[p.offset : p.offset + p.numel] for p in self.layers.group(op.layer).params if p.trainable]
+        else:
+            parts = [self.host(gradient) if gradient.value.startswith("H.") else self.device(gradient)]
+
+        def task(step: Step) -> None:
+            step.norms[value] = norms_of(parts)
+            step.count("grad_norm", op.bytes)
+
+        return task
+
+    def norms_home(self, op: Op) -> Task:
+        values, to_host = [ref.value for ref in op.reads], self.machine.backend.to_host
+
+        def task(step: Step) -> None:
+            for device in dict.fromkeys(step.norms[v].device for v in values):
+                step.home_norms.append(to_host(torch.cat([step.norms[v] for v in values if step.norms[v].device == device])))
+
+        return task
+
+    def clip(self, clipping: Clipping) -> Task:
+        partials = next(o for o in self.graph.ops if o.writes and o.writes[0].value == "norms").reads
+        groups = [ref.value.removeprefix("norm.") for ref in partials]
+
+        def task(step: Step) -> None:
+            total = clipping.total(step.number) if self.world > 1 else clipping.total_of(step.home_norms[0], groups, step.number)
+            step.keep_clip(clipping.decide(total, step))
+
+        return task
+
     def cpu_update(self, op: Op) -> Task:
         (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
         if self.machine.adam.native:
             self.bound[op.name] = self.machine.adam.bind(group, lo, hi), self.machine.param_span(group)[0]
 
         def task(step: Step) -> None:
-            if not math.isfinite(step.global_loss()):
-                return  # on every rank alike; `run` raises it, and the weights stay as they are
-            update(group, lo, hi, step)
+            scale = step.update_scale()
+            if scale is None:
+                return
+            update(group, lo, hi, step, scale)
             step.count("cpu_update", hi - lo)
 
         return task
@@ -307,13 +354,14 @@ class Interpreter:
         reduced = self.reduced_by.get(gradient)
 
         def task(step: Step) -> None:
-            if not math.isfinite(step.global_loss()):
-                return  # as in `cpu_update`; the stream's thread waits for the loss, the GPU's goes on
+            scale = step.update_scale()  # the stream's thread waits for it, the GPU's goes on
+            if scale is None:
+                return
             if reduced is not None:
                 step.tickets[reduced].wait_done()
-            update(group, lo, source, weights, step)
+            update(group, lo, source, weights, step, scale)
             step.count("gpu_update", hi - lo)
-            if last and self.machine.resident:
+            if last and self.machine.resident and not self.machine.clipping:
                 step.grad_norms = self.machine.resident.adam.norms()
 
         return task

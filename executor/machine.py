@@ -5,6 +5,7 @@
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
+      Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Failure             what waits look at, and which error is raised (failure.py)
       Interpreter         one per graph and specialisation, made before its first step
 """
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
@@ -31,6 +32,7 @@ from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
 from slidedp.executor.buffers import Buffers
+from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
@@ -63,6 +65,7 @@ def update_threads(device: torch.device, world_size: int) -> int:
 class MachineOptions:
     """What the user may choose about running, not about planning.
 
+    `max_grad_norm`, `skip_nonfinite`: see clipping.py; for plans with deferred updates.
     `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
     without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `poison`
     fills weight slots with NaN before they are refilled; `trace` gets each op's name, stream, start and end in seconds.
@@ -74,6 +77,8 @@ class MachineOptions:
     delay: Callable[[str], float] | None = None
     poison: bool = False
     trace: Callable[[str, Stream, float, float], None] | None = None
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = False
 
 
 class Machine:
@@ -132,6 +137,10 @@ class Machine:
         self.adam = CpuAdam(self.state, layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
         if self.adam.native and self.options.native_queue:
             self.streams.updates.open_queue(UpdateQueue(self.adam.kernels.library, threads, self.words.shape()))
+        self.clipping: Clipping | None = None
+        if decisions.update is Update.DEFERRED:
+            self.clipping = Clipping(self.binding.model, self.state, self.options.max_grad_norm, self.options.skip_nonfinite,
+                                     quiet=self.rank != 0)
         self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
         self.buffers = Buffers(graph, self.backend, self.binding, compute_dtype, grad_dtype)
         self.resident = ResidentState(
@@ -187,20 +196,21 @@ class Machine:
         if unknown := {e.src for e in graph.edges if e.all_ranks} - set(self.word_of):
             raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
 
-    def update(self, group: str, lo: int, hi: int, step: Step) -> None:
-        """AdamW on this rank's part of a returned gradient chunk."""
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float) -> None:
+        """AdamW on this rank's part of a returned gradient chunk, times `scale`."""
         with noting(step, group):
-            self.adam.update(group, lo, hi, step.number, self.present(group, step))
+            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""
         return StepUpdates(self, step) if step.training and self.streams.updates.takes_updates else None
 
-    def update_resident(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: Step) -> None:
+    def update_resident(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: Step, scale: float) -> None:
         """The same in HBM, issued to the device."""
         assert self.resident is not None
         with noting(step, group):
-            self.resident.adam.update(group, lo, gradient, weights, step.number, self.present(group, step))
+            self.resident.adam.update(group, lo, gradient, weights, step.number, self.present(group, step),
+                                      None if self.clipping is None else scale)
 
     def present(self, group: str, step: Step) -> np.ndarray:
         """Which of the group's trainable parameters have had a gradient on any rank."""
@@ -260,7 +270,7 @@ class Machine:
             step.global_loss()
         except (PeerError, Aborted) as e:
             raise self.failure.cause(e) from e
-        if step.training:
+        if step.training and not (self.clipping and self.clipping.skip):
             step.require_finite_loss()
 
     def interpreter(self, graph: OpGraph, layers: LayerGraph, trace: Trace) -> Interpreter:
@@ -300,6 +310,8 @@ class Machine:
         step.epilogue = tickets["epilogue"]
         step.epilogue.add_done_callback(post_loss)
         tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
+        if self.clipping and step.training:
+            tickets["clip"].add_done_callback(step.clip_known.set)
         for name in interpreter.ends:
             tickets[name].add_done_callback(ended)
 
@@ -307,6 +319,20 @@ class Machine:
         self.failure.wait_event(step.compute_ended)
         if not step.wall_s:
             raise self.failure.cause()
+
+    def wait_clip(self, step: Step) -> Clip | None:
+        """What the norm of the gradients came to; None where it is not taken."""
+        if self.clipping is None:
+            return None
+        self.failure.wait_event(step.clip_known)
+        if step.clip is None:
+            raise self.failure.cause()
+        return step.clip
+
+    def warn_of_skips(self) -> None:
+        """In the user's thread: of steps that were left out meanwhile."""
+        if self.clipping:
+            self.clipping.warn()
 
     def synchronize(self) -> None:
         """Wait until no rank has anything left to do of the steps so far."""

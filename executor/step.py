@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from slidedp.executor.adam import NonFiniteGradient
 
 if TYPE_CHECKING:
+    from slidedp.executor.clipping import Clip
     from slidedp.executor.machine import Machine
     from slidedp.executor.streams import Ticket
 
@@ -49,6 +51,13 @@ class Step:
     compute_ended: threading.Event = field(default_factory=threading.Event)
     grad_norms: torch.Tensor | None = None
     """Largest gradient elements of parameters whose state is in HBM; to be read once the step's last update is done."""
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of parts of the gradients, by value; until the step's norm is known."""
+    home_norms: list[torch.Tensor] = field(default_factory=list)
+    clip: Clip | None = None
+    clip_known: threading.Event = field(default_factory=threading.Event)
+    scale_cell: np.ndarray = field(default_factory=lambda: np.full(1, math.nan))
+    """float64: `clip.scale` for native updates, NaN for none."""
     _loss: torch.Tensor | None = None
     _global_loss: float | None = None
 
@@ -92,6 +101,19 @@ class Step:
             self._global_loss = self.machine.sum_losses(self.turn)
         return self._global_loss
 
+    def keep_clip(self, clip: Clip) -> None:
+        """To be called before any update may begin."""
+        self.norms.clear()
+        self.home_norms.clear()
+        self.scale_cell[0] = math.nan if clip.scale is None else clip.scale
+        self.clip = clip
+
+    def update_scale(self) -> float | None:
+        """What an update multiplies gradients by; None if there is to be none, on every rank alike. May wait for the loss."""
+        if self.clip is not None:
+            return self.clip.scale
+        return 1.0 if math.isfinite(self.global_loss()) else None
+
     def require_finite_loss(self) -> None:
         if not math.isfinite(self.global_loss()):
             raise NonFiniteLoss(
@@ -129,8 +151,8 @@ class StepResult:
     Attributes:
         loss: mean loss over the valid tokens of the global batch, before the update.
         num_tokens: valid tokens of the global batch.
-        grad_norm: global gradient norm when clipping is on, else None.
-        skipped: True if the step was skipped for a non-finite gradient.
+        grad_norm: norm of all gradients, before clipping; None for a plan that does not take it. Waits for the backward.
+        skipped: True if the step was left out, for a gradient or a loss that is not finite. Waits as `grad_norm` does.
         lr: learning rate of this step.
         step: 1-based number of the training step, those before a resumed checkpoint included.
         wall_s: seconds from the end of the previous step's compute (or this step's start) to the end of this one's.
@@ -150,11 +172,16 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        return None
+        clip = self._clip()
+        return None if clip is None else clip.norm
 
     @property
     def skipped(self) -> bool:
-        return False
+        clip = self._clip()
+        return clip is not None and clip.scale is None
+
+    def _clip(self) -> Clip | None:
+        return self._step.machine.wait_clip(self._step)
 
     @property
     def wall_s(self) -> float:

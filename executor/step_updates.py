@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 class StepUpdates:
     """Passes a step's updates to the native queue, which checks for itself what a Python update would ask.
 
-    That is: that the ranks' words have been reached, that the loss is finite, and which parameters have a gradient.
+    That is: that the ranks' words have been reached, that the loss is finite, which parameters have a gradient, and what to
+    multiply gradients by.
     """
 
     def __init__(self, machine: Machine, step: Step) -> None:
         self._stream, self._words, self._adam, self._step = machine.streams.updates, machine.words, machine.adam, step
         self._present = self._words.address_of_present(step.number, 0)
         losses = self._words.address_of_losses(step.turn)
-        self._constants = StepConstants(step.number, self._adam.lr(step.number), step.turn + 1, losses)
+        self._constants = StepConstants(step.number, self._adam.lr(step.number), step.turn + 1, losses,
+                                         step.scale_cell.ctypes.data if machine.clipping else None)
 
     def submit(self, op: Op, bound: BoundUpdate, first_param: int, waits: Sequence[Ticket],
                expected: Sequence[tuple[int, int]]) -> Ticket:

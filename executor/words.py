@@ -78,6 +78,7 @@ class WordsLayout:
             "words": self.num_words * n,
             "board": 2 * n * 2 * _LINE,  # [parity, rank, (stamp, step, values…)]
             "losses": LOSS_DEPTH * n * _LINE,  # [step % depth, rank, (stamp, float64 bits)]
+            "norms": 2 * n * _LINE,  # [parity, rank, (float64 bits)]
             "abort": n * (_LINE + _TEXT_BYTES // 8),  # [rank, (state, rank at fault, reason, text bytes), text]
             "alive": n * _LINE,  # [rank, (pid, start time)], see liveness.py
             "present": 2 * n * self.row // 8,  # uint8 [parity, rank, param]
@@ -118,6 +119,7 @@ class Words:
         self._words = part["words"].reshape(layout.num_words, n)
         self._board = part["board"].reshape(2, n, 2 * _LINE)
         self._losses = part["losses"].reshape(LOSS_DEPTH, n, _LINE)
+        self._norms = part["norms"].reshape(2, n, _LINE)
         self._aborts = part["abort"].reshape(n, -1)
         self.alive = part["alive"].reshape(n, _LINE)
         self._present = part["present"].view(np.uint8).reshape(2, n, layout.row)[:, :, : layout.num_params]
@@ -199,6 +201,19 @@ class Words:
             total += float(value)
         assert all(self._load_min(cell[:1]) == step + 1 for cell in board), f"the loss of step {step} was read too late"
         return total
+
+    # ---- gradient norms ---------------------------------------------------------------------------------------
+
+    def post_norm(self, step: int, value: float) -> None:
+        """This rank's part of the norm of `step`; seen by others once a word of the step is published after it."""
+        self._norms[step % 2][self.rank][:1].view(np.float64)[0] = value
+
+    def norms(self, step: int) -> list[float]:
+        """Every rank's, by rank. All must have posted theirs. Two boards are enough: updates wait for who reads this, and a
+        rank posts the norm of step + 2 after the exchange of that step, which no rank enters before the updates of `step`.
+        """
+        values: list[float] = self._norms[step % 2, :, 0].copy().view(np.float64).tolist()
+        return values
 
     # ---- which parameters had a gradient ----------------------------------------------------------------------
 

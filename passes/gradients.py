@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from slidedp.compiler.decisions import Decisions, Reduction
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
-from slidedp.compiler.memory import largest_reduced
+from slidedp.compiler.memory import largest_reduced, waiting_bytes
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
-from slidedp.compiler.residency import is_resident
+from slidedp.compiler.residency import is_resident, waits_in_hbm
 from slidedp.passes.base import Pass, insert_after
 
 
@@ -62,7 +62,9 @@ class Gradients(Pass):
                 continue
             source = whole
             if world > 1:
-                source = Ref(f"R.{group.name}", 0, chunk, Scope.OWN, f"red[{next(reduced) % self.decisions.reduce_slots}]")
+                waiting = waits_in_hbm(self.decisions, group)
+                place = f"rheld.{group.name}[{chunk.index}]" if waiting else f"red[{next(reduced) % self.decisions.reduce_slots}]"
+                source = Ref(f"R.{group.name}", 0, chunk, Scope.OWN, place)
                 ops.append(Op(f"reduce.{suffix}", OpKind.REDUCE, Stream.COMM, group.name, chunk, (whole,), (source,),
                                 bytes=share * size * (world - 1)))
             if not resident:
@@ -70,5 +72,12 @@ class Gradients(Pass):
         return ops
 
     def reduce_buffers(self) -> tuple[Slot, ...]:
-        largest = largest_reduced(self.layers, self.decisions) if self.training else 0
-        return (Slot("red", self.decisions.reduce_slots, largest * self.layers.grad_itemsize),) if largest else ()
+        """Shared by the chunks in turn; of gradients that wait for a deferred update, one for each chunk."""
+        if not self.training or self.layers.world_size == 1:
+            return ()
+        size, largest = self.layers.grad_itemsize, largest_reduced(self.layers, self.decisions)
+        slots = [Slot("red", self.decisions.reduce_slots, largest * size)] if largest else []
+        for group in (g for g in self.layers.groups if waits_in_hbm(self.decisions, g)):
+            num = len(chunks_of_return(self.layers, self.decisions, group))
+            slots.append(Slot(f"rheld.{group.name}", num, waiting_bytes(self.layers, self.decisions, group) // num))
+        return tuple(slots)

@@ -1,6 +1,7 @@
 """The pipeline: LayerGraph and decisions in, verified OpGraph out. One place that dumps, times and verifies.
 
-    compute -> slots -> delivery -> activations -> gradients -> updates -> residency -> dependences -> prune -> (verify)
+    compute -> slots -> delivery -> activations -> gradients -> updates -> residency -> clipping -> dependences
+    -> prune -> (verify)
 
 Gradients come after deliveries because both are inserted right behind a backward: a reduction must not queue behind the
 delivery of a layer that is needed later. So do activations, which are needed sooner than the weights issued with them.
@@ -15,6 +16,7 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import OpGraph
 from slidedp.passes.activations import Activations
 from slidedp.passes.base import Pass
+from slidedp.passes.clipping import Clipping
 from slidedp.passes.compute import Compute
 from slidedp.passes.delivery import Delivery
 from slidedp.passes.dependences import Dependences
@@ -26,7 +28,7 @@ from slidedp.passes.updates import Updates
 from slidedp.passes.verify import verify
 
 PIPELINE: tuple[type[Pass], ...] = (
-    Compute, Slots, Delivery, Activations, Gradients, Updates, ResidentUpdates, Dependences, Prune,
+    Compute, Slots, Delivery, Activations, Gradients, Updates, ResidentUpdates, Clipping, Dependences, Prune,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.memory import num_window_slots
 from slidedp.compiler.ops import Op, OpGraph, Ref, Slot
-from slidedp.compiler.residency import held_groups, is_windowed, resident_groups, state_bytes, windowed_groups
+from slidedp.compiler.residency import held_groups, is_windowed, resident_groups, state_bytes, waits_in_hbm, windowed_groups
 from slidedp.passes.base import Pass, weights
 
 
@@ -70,11 +70,15 @@ class Slots(Pass):
             for ref in op.writes:
                 if not ref.value.startswith("G.") or ref.value in place:
                     continue
-                if self.layers.streams(self.layers.group(ref.group)):
+                if self.shares_gradient_slots(self.layers.group(ref.group)):
                     place[ref.value], used = f"g[{used % self.decisions.grad_slots}]", used + 1
                 else:
                     place[ref.value] = f"gheld.{ref.group}"
         return place
+
+    def shares_gradient_slots(self, group: Group) -> bool:
+        """False if the gradient has a buffer of its own: several stages add to it, or it waits there for a deferred update."""
+        return self.layers.streams(group) and (self.layers.world_size > 1 or not waits_in_hbm(self.decisions, group))
 
     def pools(self, windowed: list[Group]) -> tuple[Slot, ...]:
         size, grad_size = self.layers.compute_itemsize, self.layers.grad_itemsize
@@ -86,7 +90,7 @@ class Slots(Pass):
             out.append(Slot("g", self.decisions.grad_slots, grad_size * largest))
         for g in held_groups(self.layers, self.decisions):
             out.append(Slot(f"held.{g.name}", 1, size * g.numel))
-            if self.training and g.trainable and not self.layers.streams(g):
+            if self.training and g.trainable and not self.shares_gradient_slots(g):
                 out.append(Slot(f"gheld.{g.name}", 1, grad_size * g.num_trainable))
         if self.training:
             resident = [g for g in resident_groups(self.layers, self.decisions) if g.trainable]

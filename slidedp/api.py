@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
+from slidedp.compiler.decisions import Update
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile import PlanFile
@@ -66,6 +67,10 @@ def compile(
         hbm_budget, host_budget: bytes or e.g. "20GiB".
         compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
         grad_dtype: of gradients returned to the host; default `compute_dtype`.
+        max_grad_norm: clip by the exact norm of all gradients of all ranks, as `torch.nn.utils.clip_grad_norm_` does (inf: only
+            take it). Updates then wait for the norm, and run under the next forward (decision `update`: deferred).
+        skip_nonfinite: leave out a step with a NaN or Inf in loss or gradients as a whole, instead of raising; default: if
+            `max_grad_norm` is given. Updates wait too.
         device: default: this rank's GPU if there is one, else the CPU.
         layers: names of the modules to treat as layers, or a predicate ``(name, module) -> bool``.
         update_kernel: "native" (fused), "torch" (bit for bit torch.optim.AdamW in FP32) or "auto": native where it builds.
@@ -82,9 +87,9 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"slidedp.compile takes an nn.Module, not {type(model).__name__}")
-    for name, value in (("max_grad_norm", max_grad_norm), ("skip_nonfinite", skip_nonfinite)):
-        if value:
-            raise ValueError(f"{name}={value!r} is not available in this version; leave it None")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+        raise ValueError(f"max_grad_norm={max_grad_norm!r}: a positive number, inf to take the norm without clipping, or None")
+    skip = max_grad_norm is not None if skip_nonfinite is None else bool(skip_nonfinite)
     if measure not in (None, True, False, "cached"):
         raise ValueError(f"measure={measure!r}: use True, False or 'cached'")
     ranks = find_ranks(device)
@@ -99,17 +104,30 @@ def compile(
         raise ValueError(f"num_threads={num_threads!r}: a positive number of CPU threads for the update")
     if update_kernel not in ("auto", "native", "torch"):
         raise ValueError(f"update_kernel={update_kernel!r}: use 'auto', 'native' or 'torch'")
+    pins = load_policy(policy)
+    if skip or max_grad_norm is not None:
+        pins = deferred(pins)
     settings = Settings(
         hw=load_profile(hw_profile, ranks=ranks, cache_dir=cache_dir), compute_dtype=compute, grad_dtype=grad,
-        world_size=ranks.world_size, device=ranks.device, loss_fn=loss_fn, layers=layers, policy=load_policy(policy),
+        world_size=ranks.world_size, device=ranks.device, loss_fn=loss_fn, layers=layers, policy=pins,
         cost_model=cost_model,
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
         cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
         solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint))
-    options = MachineOptions(update_kernel=update_kernel, num_threads=num_threads)
+    options = MachineOptions(update_kernel, num_threads, skip_nonfinite=skip,
+                             max_grad_norm=None if max_grad_norm is None else float(max_grad_norm))
     return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
+
+
+def deferred(policy: Mapping[str, Any] | PlanFile | None) -> Mapping[str, Any] | PlanFile:
+    """`policy` with updates that wait for the norm of all gradients. ValueError if it pins them to come earlier."""
+    pinned = policy.decisions.update if isinstance(policy, PlanFile) else (policy or {}).get("update", Update.DEFERRED)
+    if pinned == Update.IN_BACKWARD:
+        raise ValueError("clipping, and leaving out steps that are not finite, need the norm of all gradients before any update, "
+                         "but the policy has update: in_backward; set `update: deferred` in it")
+    return policy if isinstance(policy, PlanFile) else {**(policy or {}), "update": pinned}
 
 
 def check_solver(solver: str) -> str:

@@ -73,7 +73,8 @@ class Plan:
 
         Raises:
             ValueError: the batch does not fit the model (on all ranks, if on any); nothing has changed.
-            NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved.
+            NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved. With
+                `skip_nonfinite` neither: see `StepResult.skipped`.
             PeerError: another rank died or failed; the plan can only be closed.
         """
         machine, spec, interpreter, step, lr = self._begin(batch, training=True)
@@ -81,6 +82,7 @@ class Plan:
         machine.adam.set_lr(lr, from_step=step.number)
         machine.run(interpreter, step)
         self.optimizer.step()
+        machine.warn_of_skips()
         return StepResult(step, lr, machine.steps_before + step.number)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
@@ -264,6 +266,7 @@ class Plan:
         """Wait until every pending update, on every rank, is in the master weights and `model` shows them."""
         if self._machine is not None and not self._closed:
             self._machine.synchronize()
+            self._machine.warn_of_skips()
             self._machine.expose_model()
 
     def close(self) -> None:
@@ -338,7 +341,9 @@ class Plan:
         return memory_of(self._spec)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called."""
+        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called; and, if
+        there were any, `skipped_steps`.
+        """
         return dict(self._machine.counters) if self._machine is not None else {}
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from slidedp.compiler.layergraph import Group
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
-from slidedp.compiler.policy import PLAN_KEYS
+from slidedp.compiler.planyaml import plan_values
 from slidedp.compiler.residency import is_resident
 from slidedp.compiler.runlength import runs
 from slidedp.compiler.tablecosts import MEASURED_TABLE
@@ -82,7 +82,7 @@ def summary(plan: PlanFile) -> str:
     facts = {
         "batch": ", ".join(f"{key} {value}" for key, value in plan.specialisation.items()) + " a rank" * (ranks > 1),
         "hardware": f"{plan.hardware.name}, cost model {plan.cost_model.name}",
-        "buffers": ", ".join(f"{key}\N{NO-BREAK SPACE}{getattr(plan.decisions, key)}" for key in PLAN_KEYS),
+        "buffers": ", ".join(f"{key}\N{NO-BREAK SPACE}{value}" for key, value in plan_values(plan.decisions).items()),
     }
     predicted = {
         **solver_facts(plan),

@@ -179,7 +179,7 @@ def test_native_bits_do_not_depend_on_tail_position():
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(n, generator=generator) for _ in range(3)] + [torch.rand(n, generator=generator)]
     segment = np.zeros(n, dtype=SEGMENT)
-    segment["keep"], segment["step_size"], segment["inv_bias2_sqrt"] = 0.999, 1e-3, 2.1
+    segment["keep"], segment["step_size"], segment["inv_bias2_sqrt"], segment["scale"] = 0.999, 1e-3, 2.1, 1
 
     def run(starts):
         p, g, m, v = (t.clone() for t in inputs)

@@ -113,7 +113,9 @@ def test_plan_of_another_model(tmp_path):
 @pytest.mark.parametrize(("kwargs", "names"), [
     ({"hw_profile": "h300"}, "h300"), ({"compute_dtype": torch.float16}, "float16"), ({"device": "tpu"}, "tpu"),
     ({"policy": {"delivery": "teleport"}}, "teleport"), ({"policy": {"windows": 3}}, "windows"),
-    ({"policy": {"act": "sometimes"}}, "recompute"), ({"max_grad_norm": 1.0}, "max_grad_norm"),
+    ({"policy": {"act": "sometimes"}}, "recompute"), ({"max_grad_norm": 0.0}, "max_grad_norm"),
+    ({"skip_nonfinite": True, "policy": {"update": "in_backward"}}, "update: deferred"),
+    ({"policy": {"update": "late"}}, "deferred"),
     ({"update_kernel": "fast"}, "fast"), ({"layers": ["nowhere"]}, "nowhere"),
     ({"optimizer": "adam"}, "optimizer"), ({"num_threads": 0}, "num_threads"),
 ])

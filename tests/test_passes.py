@@ -7,10 +7,11 @@ from itertools import product
 
 import pytest
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Residence, Route, Source, StateHome
+from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Residence, Route, Source, StateHome, Update
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpGraph, OpKind, Stream
+from slidedp.compiler.reach import Reach
 from slidedp.compiler.text import parse_graph, print_graph
 from slidedp.passes.pipeline import PIPELINE, lower
 from slidedp.passes.verify import check
@@ -30,8 +31,8 @@ def tiny(num_layers: int = 3, world: int = 2, *, layer: int = 1024, frozen: int 
     return LayerGraph(tuple(stages), tuple(groups), world, "bfloat16", "bfloat16", "Tiny")
 
 
-def uniform(layers: LayerGraph, window: int = 2, **decision: object) -> Decisions:
-    return Decisions({g.name: GroupDecision(**decision) for g in layers.groups}, window=window)
+def uniform(layers: LayerGraph, window: int = 2, update: Update = Update.IN_BACKWARD, **decision: object) -> Decisions:
+    return Decisions({g.name: GroupDecision(**decision) for g in layers.groups}, window=window, update=update)
 
 
 CASES = {
@@ -39,6 +40,8 @@ CASES = {
     "sharded_cast": (tiny(2, 2), dict(delivery=Route.SHARDED, source=Source.CAST, delivery_chunks=2, return_chunks=2)),
     "replicated_host_reduce": (tiny(2, 2), dict(reduction=Reduction.CPU, delivery_chunks=1, return_chunks=2)),
     "resident": (tiny(2, 2), dict(state=StateHome.HBM, return_chunks=2)),
+    "deferred": (tiny(2, 2), dict(update=Update.DEFERRED, return_chunks=2)),
+    "deferred_resident": (tiny(2, 1), dict(update=Update.DEFERRED, state=StateHome.HBM)),
 }
 
 
@@ -79,11 +82,15 @@ def test_every_combination_is_sound(world, window):
         assert {op.stream for op in graph} >= {Stream.GPU, Stream.H2D, Stream.D2H, Stream.CPU}
 
 
-@pytest.mark.parametrize(("world", "route"), [(1, 4), (2, 1), (2, 10), (3, 13), (2, 16), (4, 22)])
-def test_every_edge_is_needed(world, route):
+MUTATED = [(1, 4, "in_backward"), (2, 1, "in_backward"), (2, 10, "in_backward"), (3, 13, "in_backward"), (2, 16, "in_backward"),
+           (4, 22, "in_backward"), (1, 4, "deferred"), (2, 1, "deferred"), (3, 16, "deferred")]
+
+
+@pytest.mark.parametrize(("world", "route", "update"), MUTATED)
+def test_every_edge_is_needed(world, route, update):
     """The mutation contract: delete any single edge of a lowered plan and the verifier names what breaks."""
     layers = tiny(3, world, layer=64 * 12 * 7, frozen=64 * 12)
-    graph = lower(layers, uniform(layers, **ROUTES[route]))
+    graph = lower(layers, uniform(layers, update=Update(update), **ROUTES[route]))
     for edge in graph.edges:
         mutant = graph.with_(edges=tuple(e for e in graph.edges if e is not edge))
         violations = check(mutant)
@@ -99,9 +106,9 @@ RESIDENCE = {  # by group; the rest as the route says
 }
 
 
-def residence(world, where, route, window=2):
+def residence(world, where, route, window=2, update="in_backward"):
     layers = tiny(3, world, layer=64 * 12 * 7, frozen=64 * 12)
-    decisions = uniform(layers, window=window, **route)
+    decisions = uniform(layers, window=window, update=Update(update), **route)
     groups = {name: replace(d, **RESIDENCE[where].get(name, {})) for name, d in decisions.groups.items()}
     return layers, replace(decisions, groups=groups)
 
@@ -110,8 +117,8 @@ def residence(world, where, route, window=2):
 @pytest.mark.parametrize("where", RESIDENCE)
 def test_residence_with_every_route(world, where):
     """Sound, in training and evaluation; nothing of resident groups is delivered, returned or updated on the host."""
-    for route, window in product(ROUTES[::2], (1, 2)):
-        layers, decisions = residence(world, where, route, window)
+    for route, (window, update) in product(ROUTES[::2], ((1, "in_backward"), (2, "in_backward"), (2, "deferred"))):
+        layers, decisions = residence(world, where, route, window, update)
         graph = lower(layers, decisions)
         assert parse_graph(print_graph(graph)) == graph
         evaluation = lower(layers, decisions, training=False)
@@ -129,12 +136,14 @@ def test_residence_with_every_route(world, where):
             assert not resident or not kinds & {OpKind.H2D, OpKind.D2H, OpKind.HOST_CAST, OpKind.HOST_REDUCE}
 
 
-RESIDENT_CASES = [(1, "all", 4), (1, "tied", 10), (2, "all", 1), (2, "first", 13), (3, "tied", 22), (2, "held", 19)]
+RESIDENT_CASES = [(1, "all", 4, "in_backward"), (1, "tied", 10, "in_backward"), (2, "all", 1, "in_backward"),
+                  (2, "first", 13, "in_backward"), (3, "tied", 22, "in_backward"), (2, "held", 19, "in_backward"),
+                  (1, "first", 4, "deferred"), (2, "all", 1, "deferred"), (2, "tied", 13, "deferred")]
 
 
-@pytest.mark.parametrize(("world", "where", "route"), RESIDENT_CASES)
-def test_every_edge_is_needed_with_residence(world, where, route):
-    graph = lower(*residence(world, where, ROUTES[route]))
+@pytest.mark.parametrize(("world", "where", "route", "update"), RESIDENT_CASES)
+def test_every_edge_is_needed_with_residence(world, where, route, update):
+    graph = lower(*residence(world, where, ROUTES[route], update=update))
     for edge in graph.edges:
         assert check(graph.with_(edges=tuple(e for e in graph.edges if e is not edge))), f"{edge} is not needed"
 
@@ -147,6 +156,19 @@ def test_a_shard_that_no_rank_sends_is_missed():
     edges = tuple(e for e in graph.edges if gather.name not in (e.src, e.dst))
     messages = [v.message for v in check(graph.with_(ops=ops, edges=edges)) if v.rule == "covered"]
     assert any("fwd.L01 reads W.resident.L01@0" in message for message in messages)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_deferred_update_waits_for_every_gradient(world):
+    """Whatever the route: no update may begin before the last gradient's norm, and all of them are in it once."""
+    for route in ROUTES:
+        layers = tiny(3, world, layer=64 * 12 * 7)
+        graph = lower(layers, uniform(layers, update=Update.DEFERRED, **route))
+        norms = [op for op in graph if op.kind is OpKind.GRAD_NORM and op.writes[0].value.startswith("norm.")]
+        assert sum(op.bytes for op in norms) == sum(g.num_trainable * 2 // world for g in layers.groups)
+        reach = Reach(graph)
+        for update in (op for op in graph if op.kind is OpKind.CPU_UPDATE):
+            assert all(reach.precedes(norm.name, update.name, 0, other) for norm in norms for other in (False, True)[:world])
 
 
 def test_mutation_names_both_ops():

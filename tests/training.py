@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Trained:
     exp_avg: dict[str, Tensor]
     exp_avg_sq: dict[str, Tensor]
     grads: list[dict[str, Tensor]]
+    norms: list[float | None] = field(default_factory=list)
+    """Of all gradients of each step before they were clipped, where they were."""
 
     def digest(self) -> str:
         """Of every bit of losses, weights and moments."""
@@ -41,7 +43,8 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW,
-                  loss_of: Callable[[nn.Module, Batch], Tensor], after: Callable[[nn.Module], None] | None = None) -> Trained:
+                  loss_of: Callable[[nn.Module, Batch], Tensor], after: Callable[[nn.Module], None] | None = None,
+                  max_grad_norm: float | None = None) -> Trained:
     """`loss.backward()` and `torch.optim.AdamW` on a copy of `model`; returned tensors are the copy's.
 
     `after`: called with the copy when a step is over.
@@ -52,19 +55,20 @@ def train_plainly(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp
     groups = [{"params": [p for p in trainable if optimizer.decays(name[id(p)])], "weight_decay": optimizer.weight_decay},
               {"params": [p for p in trainable if not optimizer.decays(name[id(p)])], "weight_decay": 0.0}]
     adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps)
-    losses, grads = [], []
+    losses, grads, norms = [], [], []
     for batch in batches:
         adam.zero_grad(set_to_none=True)
         loss = loss_of(model, batch)
         loss.backward()
         grads.append({name[id(p)]: p.grad.clone() for p in trainable if p.grad is not None})
+        norms += [] if max_grad_norm is None else [nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()]
         adam.step()
         losses.append(loss.item())
         if after is not None:
             after(model)
     state = {name[id(p)]: adam.state[p] for p in trainable if adam.state[p]}
     return Trained(losses, {n: p.detach() for n, p in model.named_parameters()},
-                   {n: s["exp_avg"] for n, s in state.items()}, {n: s["exp_avg_sq"] for n, s in state.items()}, grads)
+                   {n: s["exp_avg"] for n, s in state.items()}, {n: s["exp_avg_sq"] for n, s in state.items()}, grads, norms)
 
 
 def train_resident(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp.AdamW, device: str,
@@ -153,11 +157,11 @@ def log_gradients(plan: slidedp.Plan) -> list[dict[str, Tensor]]:
     machine, steps = plan._machine, []
     update = machine.adam.update
 
-    def log(group: str, lo: int, hi: int, step: int, present: Any = None) -> None:
+    def log(group: str, lo: int, hi: int, step: int, present: Any = None, scale: float = 1.0) -> None:
         while len(steps) < step:
             steps.append({n: torch.zeros_like(g) for n, g in machine.state.grad.items()})
         steps[step - 1][group][lo:hi] = machine.state.grad[group][lo:hi]
-        update(group, lo, hi, step, present)
+        update(group, lo, hi, step, present, scale)
 
     machine.adam.update = log
     machine.native_updates = lambda step: None  # updates come as Python functions
@@ -173,14 +177,15 @@ def train_planned(model: nn.Module, batches: Sequence[Batch], optimizer: slidedp
                   after: Callable[[slidedp.Plan], None] | None = None, **options: Any) -> Trained:
     """The same steps through a plan, on a copy of `model` (its own tensors are not touched). `after`: called after each."""
     with slidedp.compile(copy.deepcopy(model), "cpu", example=batches[0], optimizer=optimizer, **options) as plan:
-        logged, losses = log_gradients(plan), []
+        logged, losses, results = log_gradients(plan), [], []
         for batch in batches:
-            losses.append(plan.run(batch).loss)
+            results.append(plan.run(batch))
+            losses.append(results[-1].loss)
             if after is not None:
                 after(plan)
         done = state_of(plan)
         grads = [by_parameter(plan, flat) for flat in logged]
-    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, grads)
+    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, grads, [r.grad_norm for r in results])
 
 
 def assert_same_bits(got: Trained, want: Trained) -> None:

@@ -31,9 +31,9 @@ FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "adamw.cpp", FOLDER / "queue.cpp")
 
 SEGMENT = np.dtype(
-    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("unused", "<f4")]
+    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4")]
 )
-"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients."""
+"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient."""
 
 PART = np.dtype([("param", "<i8"), ("start", "<i8"), ("end", "<i8"), ("decays", "<i8")])
 """Mirrors ``struct Part``: elements ``[start, end)`` of a group, of its trainable parameter number `param`."""
@@ -45,7 +45,7 @@ COMPLETION = np.dtype([("id", "<i8"), ("result", "<i8"), ("start_s", "<f8"), ("e
 """Mirrors ``struct Completion``. `result`: DONE, SKIPPED, or the first element of a tile with a gradient that is not finite."""
 
 DONE, SKIPPED = -1, -2
-"""Results of an update: SKIPPED when the loss of its step is not finite."""
+"""Results of an update: SKIPPED when its step's loss, or scale, is not finite."""
 
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 """Mirrors ``enum Dtype``; 0 stands for no tensor."""
@@ -66,9 +66,11 @@ class Ranks(ctypes.Structure):
 
 
 class StepConstants(ctypes.Structure):
-    """Mirrors ``struct Step``: what all updates of a step share. `losses`: 0, or the address of rank 0's loss cell."""
+    """Mirrors ``struct Step``: what all updates of a step share. Addresses, or 0: `losses`, of rank 0's loss cell;
+    `scale`, of the double that gradients are multiplied by, which is there when an update may begin; NaN for no update.
+    """
 
-    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER)]
+    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER), ("scale", _POINTER)]
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -83,7 +85,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_POINTER] * 4 + [_INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
     ),
     "slidedp_update_destroy": (None, [_POINTER]),
-    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER]),
+    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),
     "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),
     "slidedp_queue_close": (None, [_POINTER]),
     "slidedp_queue_destroy": (None, [_POINTER]),

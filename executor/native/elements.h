@@ -87,7 +87,7 @@ struct Segment {  // mirrors SEGMENT in executor/native/build.py
     float keep;             // 1 - lr * weight_decay
     float step_size;        // lr / (1 - beta1^t)
     float inv_bias2_sqrt;   // 1 / sqrt(1 - beta2^t)
-    float unused;
+    float scale;            // of the gradient; 1 changes no bit
 };
 struct Betas {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
@@ -103,7 +103,7 @@ template <class G, class S>
 void update_tile(float* __restrict p, float* __restrict m, float* __restrict v, const G* __restrict g, S* __restrict out,
                  int64_t n, const Segment& s, const Betas& b) {
     for (int64_t i = 0; i < n; i++) {
-        float grad = widen(g[i]);
+        float grad = widen(g[i]) * s.scale;
         float mean = b.beta1 * m[i] + b.one_minus_beta1 * grad;
         float square = b.beta2 * v[i] + b.one_minus_beta2 * grad * grad;
         float denom = std::sqrt(square) * s.inv_bias2_sqrt + b.eps;

@@ -45,6 +45,7 @@ struct Step {  // mirrors StepConstants in executor/native/build.py
     double lr;
     int64_t loss_stamp;
     const int64_t* losses;  // (stamp, bits of a double), one a rank; an update waits for `loss_stamp` in all. Null: no wait
+    const double* scale;    // of gradients, or NaN for no update; there when the update may begin. Null: 1
 };
 struct Gate {  // mirrors GATE: open once every rank's word has reached `at_least`
     const int64_t* words;
@@ -90,6 +91,7 @@ struct Task {
         }
         return std::isfinite(total);
     }
+    float scale() const { return step.scale ? float(*step.scale) : 1.0f; }
 };
 
 class Queue {
@@ -206,11 +208,11 @@ private:
             it = ready_.erase(it);
             num_running_++;
             task->start_s = now_s();
-            if (!task->loss_is_finite(ranks_.num_ranks, ranks_.loss_stride)) {
+            if (!task->loss_is_finite(ranks_.num_ranks, ranks_.loss_stride) || !std::isfinite(task->scale())) {
                 task->bad = kSkipped;
             } else {
                 Present present{task->present, ranks_.num_ranks, ranks_.present_stride};
-                task->blocks = task->update->begin(task->step.step, task->step.lr, present);
+                task->blocks = task->update->begin(task->step.step, task->step.lr, present, task->scale());
             }
             if (task->blocks.count() > 0) return task;
             finish(task);

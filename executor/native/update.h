@@ -40,8 +40,9 @@ public:
           betas_{float(recipe.beta1), float(1 - recipe.beta1), float(recipe.beta2), float(1 - recipe.beta2), float(recipe.eps)} {}
 
     // The blocks of `step`, which is counted at a group's first call for it. Parameters without a gradient are left out.
+    // Gradients are multiplied by `scale`.
     // Not for two threads at once on one group.
-    Blocks begin(int64_t step, double lr, const Present& present) const {
+    Blocks begin(int64_t step, double lr, const Present& present, float scale) const {
         if (counts_[0] != step) {
             counts_[0] = step;
             for (int64_t i = 0; i < num_params_; i++) counts_[1 + i] += present(i);
@@ -58,7 +59,7 @@ public:
                 inv_bias2_sqrt = float(std::pow(1 - std::pow(recipe_.beta2, double(count)), -0.5));
             }
             float keep = part.decays ? float(1 - lr * recipe_.weight_decay) : 1.0f;
-            segments.push_back({part.start, part.end, keep, step_size, inv_bias2_sqrt, 0});
+            segments.push_back({part.start, part.end, keep, step_size, inv_bias2_sqrt, scale});
         }
         return Blocks(std::move(segments));
     }

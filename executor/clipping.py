@@ -1,0 +1,112 @@
+"""The norm of a step's gradients, and what follows from it: one factor for all of them, or no update at all.
+
+On one rank this is ``torch.nn.utils.clip_grad_norm_``, operation for operation: a norm for each parameter that has a gradient,
+in the order of ``model.parameters()``, the norm of those, and a factor of at most 1; on the CPU the bits are the same. On several
+ranks each takes the norms of its shards of the summed gradients, squares and adds them in FP64, and all add the ranks' sums in
+rank order: the same factor on every rank. A parameter lies in one group and an element in one shard, so that tied parameters,
+and what several ranks hold, count once.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from slidedp.executor.adam import NonFiniteGradient
+from slidedp.executor.host_state import HostState
+
+if TYPE_CHECKING:
+    from slidedp.executor.step import Step
+
+
+class NonFiniteNorm(NonFiniteGradient):
+    """The norm of all gradients is not finite, and that was not to be passed over. No weight has moved."""
+
+    def __init__(self, norm: float, step: int) -> None:
+        RuntimeError.__init__(
+            self, f"step {step}: the norm of the gradients is {norm}; nothing has been updated. Lower the learning rate, or pass "
+            "skip_nonfinite=True to leave such steps out")
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """What a step's gradients come to. `norm`: before clipping; `scale`: what they are multiplied by, None for no update."""
+
+    norm: float
+    scale: float | None
+
+
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of each, FP32, on their device."""
+    with torch.no_grad():
+        return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+
+
+def factor(norm: Tensor, max_norm: float) -> float:
+    """As ``clip_grad_norm_`` has it, for an FP32 scalar."""
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+class Clipping:
+    """Of one rank. `max_norm`: None to leave finite gradients as they are; `skip`: pass over steps that are not finite.
+
+    `quiet`: warn of nothing (another rank does).
+    """
+
+    def __init__(self, model: nn.Module, state: HostState, max_norm: float | None, skip: bool, *, quiet: bool = False) -> None:
+        self.max_norm, self.skip = math.inf if max_norm is None else max_norm, skip
+        self._state, self._words, self._quiet = state, state.words, quiet
+        index = {name: state.param_index[p.name] for g in state.groups.values() for p in g.params for name in p.names}
+        self._order = [index[name] for name, _ in model.named_parameters() if name in index]
+        self._skipped_before = False
+        self._untold: int | None = None
+
+    # ---- one rank ----
+
+    def total_of(self, norms: Tensor, groups: Iterable[str], step: int) -> Tensor:
+        """The norm of the `norms` of all trainable parameters of `groups`, less those that have had no gradient."""
+        of_group: Mapping[str, Iterable[int]] = {
+            g: [self._state.param_index[p.name] for p in self._state.groups[g].params if p.trainable] for g in groups}
+        at = {param: i for i, param in enumerate(param for g in of_group.values() for param in g)}
+        present = self._words.any_present(step, 0, len(self._state.param_index))
+        chosen = [at[param] for param in self._order if param in at and present[param]]
+        return torch.linalg.vector_norm(norms[chosen], 2.0)
+
+    # ---- several ranks ----
+
+    def post(self, norms: Iterable[Tensor], step: int) -> None:
+        """This rank's sum of squares of `norms`, for all ranks to see."""
+        self._words.post_norm(step, sum(float(n.double().square().sum()) for n in norms))
+
+    def total(self, step: int) -> Tensor:
+        """The norm of what all ranks have posted."""
+        return torch.tensor(math.sqrt(sum(self._words.norms(step))), dtype=torch.float32)
+
+    # ---- what follows ----
+
+    def decide(self, norm: Tensor, step: Step) -> Clip:
+        """The same on every rank. Raises NonFiniteNorm for what is not to be passed over, unless `run` raises for the loss."""
+        if math.isfinite(norm) and math.isfinite(step.global_loss()):
+            self._skipped_before = False
+            return Clip(float(norm), factor(norm, self.max_norm))
+        if self.skip:
+            step.count("skipped_steps", 1)
+            if not self._skipped_before:
+                self._untold = step.number
+            self._skipped_before = True
+        elif math.isfinite(step.global_loss()):
+            raise NonFiniteNorm(float(norm), step.number)
+        return Clip(float(norm), None)
+
+    def warn(self) -> None:
+        """Of the first of steps in a row that were passed over; in the user's thread, where warnings can be filtered."""
+        step, self._untold = self._untold, None
+        if step is not None and not self._quiet:
+            warnings.warn(f"step {step}: a gradient or the loss is not finite; the step is left out as a whole, and so is each "
+                          "one after it for as long as that lasts (counters()['skipped_steps'])", stacklevel=4)

@@ -1,0 +1,90 @@
+"""Defers updates until the norm of all gradients is known, so that they can be clipped by it, or left out.
+
+The norm is taken where each gradient is and in the order in which gradients come: of a group's when the last stage has added
+to it, on the GPU; on several ranks, of each chunk's sum, on whatever stream has made it, so that no buffer is held up.
+
+    grad_norm.L03    norms of a gradient's parts, where it is                         norm.L03
+    norms            those of all groups, on the host                                 norms
+    norm             several ranks: this rank's sum of squares, where all can see it  norm
+    clip             the factor for every gradient, on every rank the same            clip
+
+Every update reads `clip`, and so stands behind it: first those that the next step needs first. Nothing else is held up by it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from slidedp.compiler.decisions import Update
+from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream
+from slidedp.passes.base import Pass, insert_after
+
+UPDATES = (OpKind.CPU_UPDATE, OpKind.GPU_UPDATE)
+
+
+@dataclass(frozen=True)
+class Clipping(Pass):
+    """Every update waits for the norm of every gradient that the step updates from."""
+
+    name: ClassVar[str] = "clipping"
+    requires: ClassVar[frozenset[str]] = frozenset({"updates", "resident updates"})
+    provides: ClassVar[frozenset[str]] = frozenset({"clipping"})
+
+    def run(self, graph: OpGraph) -> OpGraph:
+        if not self.training or self.decisions.update is not Update.DEFERRED:
+            return graph
+        late = [op for op in graph.ops if op.kind in UPDATES or any(ref.value.startswith("W.resident.") for ref in op.writes)]
+        early = [op for op in graph.ops if op not in late]
+        after: dict[str, list[Op]] = defaultdict(list)
+        for producer, gradient in self.gradients(early):
+            after[producer.name].append(self.partial(producer, gradient))
+        partials = [op for ops in after.values() for op in ops]
+        needed = first_use(graph)
+        updates = sorted(late, key=lambda op: needed[op.layer])  # stable: a group's chunks stay in order
+        ops = (*insert_after(early, after), *self.combined(partials), *map(self.clipped, updates))
+        return graph.with_(ops=ops)
+
+    def gradients(self, ops: list[Op]) -> list[tuple[Op, Ref]]:
+        """What updates read, but for copies: each gradient, or chunk of its sum over the ranks, and the op that completes it."""
+        made: dict[tuple[object, ...], tuple[Op, Ref]] = {}
+        for op in ops:
+            for ref in op.writes:
+                if ref.value.startswith("G.") if self.layers.world_size == 1 else is_sum(op, ref):
+                    made[ref.value, ref.chunk] = op, ref  # the last of several contributions
+        return list(made.values())
+
+    def partial(self, producer: Op, gradient: Ref) -> Op:
+        group, chunk, world = self.layers.group(gradient.group), gradient.chunk, self.layers.world_size
+        lo, hi = chunk.bounds(group, world) if chunk else (0, group.num_trainable)
+        tag = f"{group.name}.c{chunk.index}" if chunk else group.name
+        return Op(f"grad_norm.{tag}", OpKind.GRAD_NORM, producer.stream, group.name, chunk, (gradient,), (Ref(f"norm.{tag}"),),
+                  bytes=(hi - lo) // world * self.layers.grad_itemsize)
+
+    def combined(self, partials: list[Op]) -> list[Op]:
+        reads = tuple(ref for op in partials for ref in op.writes)
+        ops = [Op("norms", OpKind.GRAD_NORM, Stream.UPDATE, "norms", None, reads, (Ref("norms"),))]
+        if self.layers.world_size > 1:
+            ops.append(Op("norm", OpKind.GRAD_NORM, Stream.HOST, "norm", None, (Ref("norms"),), (Ref("norm"),)))
+        all_ranks = Ref("norm", peers=True) if self.layers.world_size > 1 else Ref("norms")
+        return [*ops, Op("clip", OpKind.GRAD_NORM, Stream.HOST, "clip", None, (all_ranks,), (Ref("clip"),))]
+
+    @staticmethod
+    def clipped(op: Op) -> Op:
+        return replace(op, reads=(*op.reads, Ref("clip"))) if op.kind in UPDATES else op
+
+
+def is_sum(op: Op, ref: Ref) -> bool:
+    """True for a chunk's sum over several ranks: in HBM, or on the host where the host has added it up."""
+    return ref.value.startswith("R.") or op.kind is OpKind.HOST_REDUCE
+
+
+def first_use(graph: OpGraph) -> dict[str, int]:
+    """Group -> position of the first op of a step that reads its state or weights of the step before."""
+    first: dict[str, int] = {}
+    for i, op in enumerate(graph.ops):
+        for ref in op.reads:
+            if ref.persistent and ref.version == 0 and op.kind not in UPDATES:
+                first.setdefault(ref.group, i)
+    return first
