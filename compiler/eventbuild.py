@@ -91,7 +91,7 @@ def find_phases(layers: LayerGraph, choices: Choices) -> Iterator[Phase]:
 def assign_slots(layers: LayerGraph, choices: Choices, phases: tuple[Phase, ...], uses: list[Weights]) -> dict[Weights, int]:
     """Weight slot of every streamed delivery, as passes/slots.py: the one that has been free for longest."""
     last_read = {w: i for i, p in enumerate(phases) for w in p.reads}
-    free_at = [-1] * num_window_slots(layers, choices.defaults)
+    free_at = [-1] * max(1, num_window_slots(layers, choices.defaults))  # none, if the defaults stream nothing
     slots = {}
     for w in uses:
         if w[0] != "step":
