@@ -2,9 +2,9 @@
 
 On one rank this is ``torch.nn.utils.clip_grad_norm_``, operation for operation: a norm for each parameter that has a gradient,
 in the order of ``model.parameters()``, the norm of those, and a factor of at most 1; on the CPU the bits are the same. On several
-ranks each takes the norms of its shards of the summed gradients, squares and adds them in FP64, and all add the ranks' sums in
-rank order: the same factor on every rank. A parameter lies in one group and an element in one shard, so that tied parameters,
-and what several ranks hold, count once.
+ranks each takes the norm of its shards of the summed gradients in FP64, and all add the ranks' sums of squares in rank order:
+the same factor on every rank, and for any chunks and routes. A parameter lies in one group and an element in one shard, so that
+tied parameters, and what several ranks hold, count once.
 """
 
 from __future__ import annotations
@@ -42,14 +42,24 @@ class Clip:
     scale: float | None
 
 
+_PIECE = 1 << 22
+"""Elements of a shard that are converted to FP64 at a time, which takes 8 bytes each on its device."""
+
+
+@torch.no_grad()
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Euclidean norm of each, FP32, on their device."""
-    with torch.no_grad():
-        return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+
+
+@torch.no_grad()
+def norms_of_shard(gradient: Tensor) -> Tensor:
+    """FP64 norms of its pieces: of the sum of all squares, what depends on chunks and ranks is lost in rounding to FP32."""
+    return torch.stack([torch.linalg.vector_norm(piece, 2.0, dtype=torch.float64) for piece in gradient.split(_PIECE)])
 
 
 def factor(norm: Tensor, max_norm: float) -> float:
-    """As ``clip_grad_norm_`` has it, for an FP32 scalar."""
+    """As ``clip_grad_norm_`` has it, for an FP32 scalar: the same operations, for it multiplies by a reciprocal."""
     return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
@@ -82,7 +92,7 @@ class Clipping:
 
     def post(self, norms: Iterable[Tensor], step: int) -> None:
         """This rank's sum of squares of `norms`, for all ranks to see."""
-        self._words.post_norm(step, sum(float(n.double().square().sum()) for n in norms))
+        self._words.post_norm(step, sum(float(n.square().sum()) for n in norms))
 
     def total(self, step: int) -> Tensor:
         """The norm of what all ranks have posted."""

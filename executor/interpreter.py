@@ -19,7 +19,7 @@ from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
 from slidedp.executor.backend import poison
-from slidedp.executor.clipping import norms_of
+from slidedp.executor.clipping import norms_of, norms_of_shard
 from slidedp.executor.step import Step
 
 if TYPE_CHECKING:
@@ -74,11 +74,13 @@ class Interpreter:
     def released(self, op: Op) -> list[torch.Tensor]:
         """Test mode: slots that nothing reads any more once `op` has: weights and moved activations whole, gradients by chunk."""
         out = []
+        normed = {r.value for o in self.graph.ops if o.kind is OpKind.GRAD_NORM for r in o.reads}
+        shared = normed if op.kind in (OpKind.GRAD_NORM, OpKind.D2H) else ()  # these two read at once: neither is the last
         for ref in op.reads:
             if ref.value.startswith(("W.", "off.", "back.")) and not ref.persistent:
                 if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
                     out.append(self.machine.buffers[ref.place])
-            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and op.kind is not OpKind.GRAD_NORM:
+            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and ref.value not in shared:
                 out.append(self.device(ref))
         return out
 
@@ -304,12 +306,14 @@ class Interpreter:
         gradient, value = op.reads[0], op.writes[0].value
         if gradient.chunk is None:
             slot = self.machine.buffers[gradient.place]
-            parts = [slot[p.offset : p.offset + p.numel] for p in self.layers.group(op.layer).params if p.trainable]
+            params = [slot[p.offset : p.offset + p.numel] for p in self.layers.group(op.layer).params if p.trainable]
+            norms = partial(norms_of, params)
         else:
-            parts = [self.host(gradient) if gradient.value.startswith("H.") else self.device(gradient)]
+            shard = self.host(gradient) if gradient.value.startswith("H.") else self.device(gradient)
+            norms = partial(norms_of_shard, shard)
 
         def task(step: Step) -> None:
-            step.norms[value] = norms_of(parts)
+            step.norms[value] = norms()
             step.count("grad_norm", op.bytes)
 
         return task

@@ -28,7 +28,7 @@ from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
 from slidedp.executor.checkpoint_files import FileLayer
-from slidedp.executor.collectives import open_collectives
+from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine, MachineOptions
 from slidedp.executor.step import Step, StepResult
@@ -176,6 +176,7 @@ class Plan:
                 problem = e
             self._raise_on_all_ranks(problem)
             try:
+                refuse_if_options_differ(self._options, self._collectives)
                 decisions = agree_on_decisions(opinion, draft.layers, self._collectives)
                 spec = self._planner.finish(draft, decisions)
                 if self._resume_from is not None:
@@ -348,6 +349,15 @@ class Plan:
 
     def __str__(self) -> str:
         return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)
+
+
+def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) -> None:
+    """ValueError, on every rank, unless all are to clip, and to skip, alike: each would make another model. Collective."""
+    limit = options.max_grad_norm
+    asked = collectives.gather_ints([as_int(0.0 if limit is None else limit), int(options.skip_nonfinite)])
+    for other, theirs in enumerate(asked):
+        if theirs != asked[0]:
+            raise ValueError(f"rank {other} has another max_grad_norm or skip_nonfinite than rank 0: give all ranks the same")
 
 
 def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
