@@ -41,7 +41,9 @@ ROUTES = {
     "replicated": {"delivery": "replicated"},
     "sharded": {"delivery": "sharded"},
     "cpu-reduce": {"delivery": "replicated", "reduction": "cpu"},
+    "resident": {"state": "hbm"},
 }
+"""`auto`: the solver's own choice; the others pin what they say, and the default rule decides the rest."""
 
 # ---- what a rank does ----
 
@@ -50,12 +52,12 @@ def correctness(args: argparse.Namespace, rank: int, world: int) -> Iterator[Cas
     """20 steps on one global batch, however many ranks share it; deterministic kernels, so that bits can be compared."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    routes = product(("replicated", "sharded"), ("gpu", "cpu"), ("shadow", "cast"), (1, 4)) if world > 1 else [
-        ("replicated", "gpu", "shadow", 4)]
+    routes = list(product(("replicated", "sharded"), ("gpu", "cpu"), ("shadow", "cast"), (1, 4)))
+    routes = [("replicated", "gpu", "shadow", 4)] if world == 1 else routes[:: args.every]
     for delivery, reduction, source, chunks in routes:
         policy = {"delivery": delivery, "reduction": reduction, "source": source, "chunks": chunks}
         generator = torch.Generator().manual_seed(0)
-        with plan_of(args, rank, policy=policy) as plan:
+        with plan_of(args, rank, policy=policy, solver="rule") as plan:
             losses = []
             for _ in range(args.steps):
                 ids = torch.randint(0, 151936, (args.global_batch, 512), generator=generator)
@@ -89,17 +91,18 @@ def chunks(args: argparse.Namespace, rank: int, world: int) -> Iterator[Case]:
     layer_mb = 2 * sum(p.numel() for p in build(args.size, 1, "meta").model.layers[0].parameters()) / 1e6
     for mb in (8, 32, 64, None):
         num = 1 if mb is None else max(1, round(layer_mb / mb))
-        yield from timed(args, rank, world, {"layers": {"*": {"chunks": num}}}, chunk_mb=mb or round(layer_mb))
+        yield from timed(args, rank, world, {"layers": {"*": {"chunks": num}}}, "rule", chunk_mb=mb or round(layer_mb))
 
 
 def scaling(args: argparse.Namespace, rank: int, world: int) -> Iterator[Case]:
     """Tokens a second and the GPU's waiting time, each route pinned and the planner's own choice."""
     for route in args.routes if world > 1 else ["auto"]:
-        yield from timed(args, rank, world, ROUTES[route], route=route)
+        yield from timed(args, rank, world, ROUTES[route], "cp-sat" if route == "auto" else "rule", route=route)
 
 
-def timed(args: argparse.Namespace, rank: int, world: int, policy: dict[str, Any], **facts: Any) -> Iterator[Case]:
-    with plan_of(args, rank, policy=policy or None) as plan:
+def timed(args: argparse.Namespace, rank: int, world: int, policy: dict[str, Any], solver: str, **facts: Any) -> Iterator[Case]:
+    example = tokens(max(args.batch), args.seq)  # the largest: a plan keeps what it has once decided
+    with plan_of(args, rank, policy=policy or None, solver=solver, example=example) as plan:
         for batch in args.batch:
             torch.cuda.reset_peak_memory_stats()
             plan.run(tokens(batch, args.seq))
@@ -208,6 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=None, help="only so many layers of that shape")
     p.add_argument("--batch", type=numbers, default=[16], help="sequences a GPU")
     p.add_argument("--global-batch", type=int, default=8, help="sequences of all ranks together, for correctness")
+    p.add_argument("--every", type=int, default=1, help="for correctness, only every so many of the 16 datapaths")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=5)
     p.add_argument("--routes", type=lambda s: s.split(","), default=list(ROUTES), help=f"of {', '.join(ROUTES)}")

@@ -36,8 +36,8 @@ def main() -> None:
     torch.cuda.empty_cache()
     policy = dict(pair.split("=") for pair in args.policy)
     policy = {key: int(value) if value.isdigit() else value for key, value in policy.items()}
-    with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver) as plan:
-        for batch in args.batch:
+    for batch in args.batch:  # a plan each: what fits one batch is another's waste
+        with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver) as plan:
             torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
             plan.run(tokens(batch, args.seq))
