@@ -104,8 +104,8 @@ def timed(args: argparse.Namespace, rank: int, world: int, policy: dict[str, Any
     example = tokens(max(args.batch), args.seq)  # the largest: a plan keeps what it has once decided
     with plan_of(args, rank, policy=policy or None, solver=solver, example=example) as plan:
         for batch in args.batch:
-            torch.cuda.reset_peak_memory_stats()
             plan.run(tokens(batch, args.seq))
+            torch.cuda.reset_peak_memory_stats()
             plan.run(tokens(batch, args.seq))
             times = [plan.run(tokens(batch, args.seq)).wall_s for _ in range(args.steps)]
             measured = plan.measure(tokens(batch, args.seq) for _ in range(2))

@@ -38,11 +38,11 @@ def main() -> None:
     policy = {key: int(value) if value.isdigit() else value for key, value in policy.items()}
     for batch in args.batch:  # a plan each: what fits one batch is another's waste
         with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver) as plan:
-            torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
             plan.run(tokens(batch, args.seq))
             plan.synchronize()
             print(f"planned and ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
+            torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
             batches = (tokens(batch, args.seq) for _ in range(args.steps + 1))
             results = [plan.run(b) for b in batches]
             times = [r.wall_s for r in results][1:]
