@@ -63,16 +63,17 @@ class Trace:
     `loss_is_mean`: the epilogue returns a mean over `num_valid` elements (the model's own loss), else a sum (`loss_fn`).
     `vocab_checks`: (batch key, number of rows) of batch entries that index an embedding directly.
     `unused`: names of parameters that no stage reads; they are in no group.
+    `head_chunks`: in how many chunks at most the epilogue makes the logits (:func:`with_head_chunks`).
     """
 
     graph: LayerGraph
     programs: tuple[StageProgram, ...]
     guards: tuple[Guard, ...]
-    batch_keys: tuple[str, ...]
     loss_is_mean: bool
     count: ValidCount
     vocab_checks: tuple[tuple[str, int], ...] = ()
     unused: tuple[str, ...] = ()
+    head_chunks: int = 1
 
     def num_valid(self, batch: Mapping[str, Tensor]) -> int:
         """Number of loss-bearing elements of this rank's batch, on the host, from the batch alone."""
@@ -188,7 +189,6 @@ def _assemble(
         graph=LayerGraph(stages, groups, world_size, str(dtype).removeprefix("torch."), model=type(model).__name__),
         programs=programs,
         guards=tuple(recorder.guards),
-        batch_keys=tuple(recorder.inputs),
         loss_is_mean=loss.is_mean,
         count=loss.count,
         vocab_checks=tuple(dict.fromkeys(c for s in segments for n in s.nodes for c in _vocab_check(model, n))),
@@ -249,7 +249,7 @@ def with_head_chunks(
         return traced
     graph = cut_head(program.graph, head, num_chunks, device)
     chunked = replace(program, fn=_compiled(model, graph, program.name), graph=graph)
-    return replace(traced, programs=(*traced.programs[:-1], chunked))
+    return replace(traced, programs=(*traced.programs[:-1], chunked), head_chunks=num_chunks)
 
 
 def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], meta: MetaModel, seen: set[fx.Node]) -> Stage:

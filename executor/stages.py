@@ -98,7 +98,6 @@ class StageRunner:
         self._boundaries: dict[str, _Boundary] = {}
         self._uses_left: Counter[str] = Counter()
         self._training = True
-        self._has_tokens = True
         self._drew = False
         self._slots.start()
 
@@ -223,7 +222,6 @@ class StageRunner:
         Without loss-bearing tokens the loss is 0 and so is every gradient of this rank, now and in the rest of the step.
         """
         program = self._programs[self._last]
-        self._has_tokens = has_tokens
         if not has_tokens:
             self._release_inputs(program)
             self._graphs.clear()

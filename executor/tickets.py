@@ -35,13 +35,6 @@ class Ticket:
         self._on_issued: list[Callable[[], object]] = []
         self._on_done: list[Callable[[], object]] = []
 
-    @classmethod
-    def completed(cls, name: str = "") -> Ticket:
-        """A ticket that is done, e.g. for what the step before the first one would have left."""
-        ticket = cls(name)
-        ticket._mark_done()
-        return ticket
-
     def wait_issued(self, timeout_s: float = -1) -> bool:
         """Blocks until the op's function has returned; False on timeout. Raises :class:`Aborted` if the op failed."""
         return (self.issued and self._raise_if_failed()) or self._block(self.add_issued_callback, timeout_s)

@@ -46,8 +46,6 @@ class PeerError(RuntimeError):
 class AbortReason(IntEnum):
     ERROR = 1
     DIED = 2
-    HUNG = 3
-    DIVERGED = 4
 
 
 @dataclass(frozen=True, slots=True)

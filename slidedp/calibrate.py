@@ -58,11 +58,11 @@ def cached_stages(model: nn.Module, trace: Trace, settings: Settings) -> Measure
 
 
 def kept_stages(model: nn.Module, trace: Trace, settings: Settings) -> Path | None:
-    """Where these stages' costs are kept: by model, shapes, element types, what runs them, and machine."""
+    """Where these stages' costs are kept: by model, shapes, chunks of the head, element types, what runs them, and machine."""
     kinds = sorted({s.kind_key for s in trace.graph.stages})
     dtypes = [str(settings.compute_dtype), str(settings.grad_dtype)]
     machine = machine_hash(settings.device.type, settings.world_size)
-    key = content_hash([trace.graph.model, kinds, dtypes, code_of(model), machine])
+    key = content_hash([trace.graph.model, kinds, trace.head_chunks, dtypes, code_of(model), machine])
     return settings.cache_dir / f"stages-{key}.yaml" if settings.cache_dir else None
 
 

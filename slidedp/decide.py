@@ -8,6 +8,7 @@ where ortools is not installed. Solved decisions are cached by all that they dep
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,16 @@ def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
     policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
     return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
                              host_budget=settings.host_budget)
+
+
+def head_chunks_before_costs(layers: LayerGraph, settings: Settings) -> int:
+    """In how many chunks the plan will make the logits, which is settled before costs are: pinned, or the rule's."""
+    if isinstance(settings.policy, PlanFile):
+        return settings.policy.decisions.head_chunks
+    try:
+        return by_the_rule(layers, settings).head_chunks
+    except BudgetError:  # the solver starts from there, too
+        return by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET)).head_chunks
 
 
 def problem_of(layers: LayerGraph, settings: Settings, measurement: Measurement) -> Problem:

@@ -155,7 +155,8 @@ class Plan:
         with torch.inference_mode(False):
             draft = self._planner.draft(batch)
         # Of other shapes only what is known: the device is full of this plan, so nothing is measured now.
-        self._planner.measurement = self._planner.measurement.also(cached_stages(self._model, draft.trace, self._settings))
+        known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
+        self._planner.measurement = self._planner.measurement.also(known)
         return self._planner.finish(draft, self._planner.decide(draft))
 
     def _start(self, batch: Mapping[str, Tensor]) -> None:
@@ -165,11 +166,12 @@ class Plan:
             try:
                 draft = self._planner.draft(check_batch(batch))
                 check_batch(batch, draft.trace)
+                to_measure = self._planner.to_measure(draft)
             except Exception as e:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
-            self._planner.measurement = measured_stages(self._model, draft.trace, batch, self._settings, self._collectives)
+            self._planner.measurement = measured_stages(self._model, to_measure, batch, self._settings, self._collectives)
             try:
                 opinion = self._planner.decide(draft)
             except ValueError as e:

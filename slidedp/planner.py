@@ -28,7 +28,7 @@ from slidedp.compiler.planfile import PlanFile, SolverRecord
 from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
-from slidedp.decide import by_the_rule, decide
+from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 
@@ -175,6 +175,20 @@ class Planner:
             raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
         shapes = {key: tuple(value.shape) for key, value in batch.items()}
         return Draft(self.key(batch), traced, layers, traced.num_valid(batch), shapes)
+
+    def to_measure(self, draft: Draft) -> Trace:
+        """The trace to measure: logits in the chunks that the plan will have, so that measuring needs no more room than a step.
+
+        Raises ValueError where the policy does not fit the model, saying why.
+        """
+        s, layers = self.settings, draft.layers
+        if not s.measure:
+            return draft.trace
+        if self.decisions is None:
+            num_chunks = head_chunks_before_costs(layers, s)
+        else:
+            num_chunks = self.for_shape(self.decisions, layers).head_chunks
+        return with_head_chunks(draft.trace, self.model, num_chunks, s.device)
 
     def decide(self, draft: Draft) -> Decisions:
         """The plan's decisions, made for the first draft. Raises ValueError where policy or budgets do not fit, saying why."""

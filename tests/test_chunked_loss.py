@@ -153,9 +153,6 @@ def last_token(m: Headed, h: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(h)[:, -1], y.view(h.shape[:2])[:, -1], label_smoothing=0.1)
 
 
-SPECIAL = {"functional": functional, "product": product, "last_token": last_token}
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {name: lambda name=name: family(name) for name in FAMILIES}
 MODELS |= {"gpt": made(PlainGPT)}
 MODELS |= {f.__name__: lambda f=f: Headed(f) for f in (functional, product, last_token)}
@@ -314,11 +311,43 @@ def test_longer_batches_get_more_chunks_unless_their_number_is_pinned() -> None:
         for batch in (1, 4, 8):
             ids = torch.zeros(batch, 1024, dtype=torch.long)
             draft = planner.draft({"input_ids": ids, "labels": ids})
-            out.append(planner.finish(draft, draft.decisions).decisions.head_chunks)
+            out.append(planner.finish(draft, planner.decide(draft)).decisions.head_chunks)
         return out
 
     assert decided(None) == [1, 2, 4]
     assert decided({"head_chunks": 3}) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("policy", "num_chunks"), [(None, 16), ({"head_chunks": 4}, 4)])
+def test_measuring_cuts_the_logits_as_the_plan_does(
+    policy: dict[str, Any] | None, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it cannot need more memory than a step."""
+    monkeypatch.setattr("slidedp.compiler.defaults.WHOLE_LOGITS_BYTES", 2**20)
+    monkeypatch.setattr("slidedp.compiler.defaults.HEAD_ROWS", (64, 16))
+    largest: list[int] = []
+    plain_epilogue = StageRunner.epilogue
+
+    def watched(self: StageRunner, *args: Any) -> Any:
+        with LiveBytes() as alive:
+            result = plain_epilogue(self, *args)
+        largest.append(alive.largest)
+        return result
+
+    monkeypatch.setattr(StageRunner, "epilogue", watched)
+    batch = big_batch()
+    with slidedp.compile(big("llama"), "cpu", example=batch, measure=True, policy=policy, cache_dir="") as plan:
+        measured = len(largest)
+        assert plan.run(batch).loss > 0
+    assert len(largest) > measured > 0
+    assert set(largest) == {1024 // num_chunks * 4096 * 4}
+
+
+def test_costs_of_other_head_chunks_are_not_taken_from_the_cache(tmp_path: Path) -> None:
+    for num_chunks in (1, 2, 2):
+        policy = {"head_chunks": num_chunks}
+        slidedp.compile(PlainGPT(), "cpu", example=lm_batch(), measure="cached", policy=policy, cache_dir=tmp_path).close()
+    assert len(list(tmp_path.glob("stages-*.yaml"))) == 2
 
 
 def test_it_is_part_of_the_plan_file(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_abort_reaches_every_wait(make_ranks):
     def run(words):
         if words.rank == 2:
             words.abort(2, AbortReason.ERROR, "layer 3: out of memory")
-            words.abort(2, AbortReason.HUNG, "not this one")
+            words.abort(2, AbortReason.DIED, "not this one")
             return True
         with pytest.raises(PeerError, match=r"^rank 2 stopped the run: layer 3: out of memory$") as caught:
             (words.exchange(1, []) if words.rank else words.wait(0, 1))
