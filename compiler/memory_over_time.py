@@ -26,7 +26,8 @@ KEPT = "layer activations"
 RUNNING = "epilogue activations"
 """The prologue's too, while its backward runs."""
 
-SLOT_USES = {"w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "red": "reduce slots"}
+SLOT_USES = {"w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "red": "reduce slots",
+             "rheld": "waiting gradients"}
 """Use, as in a MemoryReport, by the first part of a slot's name; any other slot is a use of its own, by its name."""
 
 
