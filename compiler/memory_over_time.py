@@ -26,7 +26,8 @@ from slidedp.compiler.unroll import Instance, num_measured_steps, phase, unroll
 
 SLOT_USES = {
     "w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "state": "resident state",
-    "red": "reduce slots", "act": "activations on their way", "h": "activations on their way", "back": "activations on their way",
+    "red": "reduce slots", "rheld": "waiting gradients", "act": "activations on their way", "h": "activations on their way",
+    "back": "activations on their way",
 }  # fmt: skip
 """Use, as in a MemoryReport, by the first part of a slot's name; any other slot is a use of its own, by its name."""
 

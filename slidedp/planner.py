@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.autopolicy import AutoPlan
+from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Activation, Decisions
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
 from slidedp.compiler.measured import Measurement
-from slidedp.compiler.ops import OpGraph
+from slidedp.compiler.memory import estimate_memory
+from slidedp.compiler.ops import OpGraph, OpKind
 from slidedp.compiler.planfile import PlanFile, SolverRecord
 from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.timeline import Timeline
@@ -31,6 +33,8 @@ from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trac
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
+
+OWN_BUSINESS = frozenset({OpKind.RECOMPUTE, OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD})
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -115,9 +119,12 @@ class Specialisation:
         return predict(self.graph, self.costs, self.settings.hw)
 
     def signature(self, *, training: bool) -> int:
-        """Of the ops in order: ranks whose signatures differ would issue different collectives."""
+        """Of the ops in order that concern other ranks: those whose signatures differ would issue different collectives.
+
+        What a rank keeps of its activations is its own business: a longer batch may have to keep less.
+        """
         graph = self.graph if training else self.forward_graph
-        return zlib.crc32("\n".join(op.name for op in graph.ops).encode())
+        return zlib.crc32("\n".join(op.name for op in graph.ops if op.kind not in OWN_BUSINESS).encode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,14 +215,14 @@ class Planner:
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
         record = self.chosen.record if self.chosen and self.chosen.decisions == decisions else None
-        decisions = replace(decisions, head_chunks=self.for_shape(decisions, draft.layers).head_chunks)  # each rank's own
+        agreed, decisions = decisions, self.for_shape(decisions, draft.layers)  # each rank's own: its batch may be longer
         traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks, self.settings.device)
         spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
                               record)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
-            self.groups, self.decisions, self.trainable = draft.layers.groups, decisions, requires_grad(self.model)
-        elif same := self.alike(draft.layers):
+            self.groups, self.decisions, self.trainable = draft.layers.groups, agreed, requires_grad(self.model)
+        elif same := self.alike(draft.layers, decisions):
             spec.__dict__["graph"] = with_costs_of(same.graph, spec)
             if "forward_graph" in same.__dict__:
                 spec.__dict__["forward_graph"] = same.forward_graph
@@ -223,20 +230,32 @@ class Planner:
         return spec
 
     def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
-        """`decisions` of the first batch, with as many head chunks as keep their size, unless the user pinned the number.
+        """The plan's `decisions` for a batch of another shape than they were made for, as far as nothing allocated depends on it.
 
-        No op depends on it, and all logits of a longer batch may not fit.
+        The logits are made in chunks of the same size. Where HBM has no room for what layers retain of a longer batch, those
+        from the first on recompute instead, as many as must. What the user pinned stays.
         """
         policy = self.settings.policy
-        if isinstance(policy, PlanFile) or "head_chunks" in (policy or {}):
+        if isinstance(policy, PlanFile):
             return decisions
-        return replace(decisions, head_chunks=num_head_chunks(layers, self.head_rows))
+        if "head_chunks" not in (policy or {}):
+            decisions = replace(decisions, head_chunks=num_head_chunks(layers, self.head_rows))
+        budget = self.settings.hw.hbm_bytes if self.settings.hbm_budget is None else self.settings.hbm_budget
+        pinned = pinned_fields(layers, decisions, policy)
+        for stage in layers.layers:
+            if estimate_memory(layers, decisions).hbm_bytes <= budget:
+                break
+            name = stage.groups[0] if stage.groups else ""
+            if name and "act" not in pinned[name] and decisions.activation(stage) in (Activation.RETAIN, Activation.SELECTIVE):
+                less = replace(decisions.of(name), act=Activation.RECOMPUTE)
+                decisions = replace(decisions, groups=decisions.groups | {name: less})
+        return decisions
 
-    def alike(self, layers: LayerGraph) -> Specialisation | None:
-        """A lowered specialisation with the same stages and groups: another batch shape changes no op and no edge."""
-        shape = [(s.name, s.groups) for s in layers.stages], layers.groups
+    def alike(self, layers: LayerGraph, decisions: Decisions) -> Specialisation | None:
+        """A lowered specialisation with the same stages, groups and decisions: another batch shape changes no op and no edge."""
+        shape = [(s.name, s.groups) for s in layers.stages], layers.groups, decisions.groups
         for spec in (spec for specs in self.known.values() for spec in specs if "graph" in spec.__dict__):
-            if shape == ([(s.name, s.groups) for s in spec.layers.stages], spec.layers.groups):
+            if shape == ([(s.name, s.groups) for s in spec.layers.stages], spec.layers.groups, spec.decisions.groups):
                 return spec
         return None
 

@@ -188,6 +188,22 @@ def test_a_layer_that_only_some_batches_use():
     assert all(torch.equal(p, got.params[n]) for n, p in want.params.items())
 
 
+def test_a_longer_batch_retains_less():
+    """Planned on a short batch, whose last layer retains; a longer one fits by recomputing, and gives the bits that it should."""
+    model, batches = PlainGPT(), [lm_batch(seed=0, seq=8), lm_batch(seed=1, seq=48), lm_batch(seed=2, seq=8)]
+    want = train_plainly(model, batches, OPTIMIZER, loss_of_output).losses
+    with compiled(copy.deepcopy(model), policy={"act": "recompute"}, example=batches[1]) as plan:
+        budget = plan.memory().hbm_bytes
+    got, last = [], []
+    with compiled(copy.deepcopy(model), hbm_budget=budget) as plan:
+        for batch in batches:
+            got.append(plan.run(batch).loss)
+            last.append(plan.decisions.of("L02").act)
+            assert plan.memory().hbm_bytes <= budget
+    assert got == want
+    assert last == ["retain", "recompute", "retain"]
+
+
 def test_memory_budget_holds_for_later_shapes():
     with compiled(hbm_budget="400KiB") as plan:
         plan.run(lm_batch(batch=1, seq=8))
