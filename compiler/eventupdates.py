@@ -6,17 +6,22 @@ last arrives at `last`, and whose next delivery starts at `start` and ends one c
     end   + T >= last  + one chunk of i   + all that is due before i     the last chunk, and what overtakes it
     end   + T >= first + all chunks of i  + all that is due before i
     start + T >= first + the chunks of i that the first delivered chunk needs + all that is due before i
+
+Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from slidedp.compiler.choices import Values
+from slidedp.compiler.decisions import Update
 from slidedp.compiler.eventcosts import NOTHING, Chunked
 from slidedp.compiler.eventgraph import OFF, ZERO, Linear, Work
 from slidedp.compiler.eventparts import Delivered, Parts, Point, Weights
 from slidedp.compiler.layergraph import Group
+from slidedp.compiler.ops import Stream
 
 
 def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
@@ -37,6 +42,9 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
                 outside = outside + works[k].duration.map(lambda v: -v)
         return outside
 
+    if parts.choices.defaults.update is Update.DEFERRED:
+        _defer(parts, due, names)
+        return works
     for j, name in enumerate(names):
         home, delivery, what = parts.returns[name], due[name], f"updates up to {name}"
         inside = parts.each(name, "gradients", lambda o: 0 if o else OFF) + before(j, name)
@@ -50,6 +58,17 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
                 there = parts.each(names[k], "gradients", lambda o: 0 if o else OFF) + before(j, names[k])
                 parts.wait(delivery.end, parts.returns[names[k]].first + there + delivery.chunk, what, 1, j + 1)
     return works
+
+
+def _defer(parts: Parts, due: dict[str, Delivered], names: list[str]) -> None:
+    """The last two constraints above, for updates that wait until all gradients, and their sums, are there."""
+    ends = [parts.on[stream][-1][1] for stream in (Stream.GPU, Stream.COMM, Stream.HOST) if parts.on.get(stream)]
+    for end, (j, name) in product(ends, enumerate(names)):
+        delivery, what = due[name], f"deferred updates up to {name}"
+        norm = end + parts.each(name, "gradients", lambda o: 0 if o else OFF)
+        parts.wait(delivery.end, norm + delivery.chunk, what, 1, j + 1)
+        parts.wait(delivery.start, norm + _chunk(parts, name), what, 1, j)
+        parts.wait(delivery.start, norm + _first_chunk(parts, name), what, 1, j)
 
 
 def _duration(parts: Parts, name: str) -> Linear:

@@ -108,6 +108,17 @@ def test_period_is_that_of_the_simulated_ops(layers: LayerGraph, hw_name: str, p
         assert float(max_cycle_ratio(graph, selection).ratio) == pytest.approx(simulated, rel=0.06)
 
 
+@pytest.mark.parametrize(("layers", "hw_name", "policy"), [MODELS[0], MODELS[2], MODELS[5]])
+def test_period_of_deferred_updates(layers: LayerGraph, hw_name: str, policy: dict[str, Any] | None) -> None:
+    """They wait for the end of compute, which costs time where the host binds."""
+    hw, periods = load_profile(hw_name), []
+    for update in ("in_backward", "deferred"):
+        graph = event_graph(layers, hw, {**(policy or {}), "update": update}, shared_rates=False)
+        periods.append(float(max_cycle_ratio(graph, graph.choices.default).ratio))
+        assert periods[-1] == pytest.approx(timeline(layers, hw, graph.choices.defaults).step_us, rel=0.02)
+    assert periods[1] > 1.05 * periods[0]
+
+
 @pytest.mark.parametrize("batch", [4, 16, 64])
 def test_a_real_model(batch: int) -> None:
     layers, hw = qwen3_4b(batch), load_profile("h200x1")

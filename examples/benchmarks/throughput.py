@@ -37,7 +37,8 @@ def main() -> None:
     policy = dict(pair.split("=") for pair in args.policy)
     policy = {key: int(value) if value.isdigit() else value for key, value in policy.items()}
     for batch in args.batch:  # a plan each: what fits one batch is another's waste
-        with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver) as plan:
+        with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver,
+                             max_grad_norm=args.max_grad_norm) as plan:
             started = time.perf_counter()
             plan.run(tokens(batch, args.seq))
             plan.synchronize()
@@ -57,6 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=5, help="measured steps; one more warms up")
+    p.add_argument("--max-grad-norm", type=float, help="clip by the norm of all gradients; inf: only take it")
     p.add_argument("--no-reference", dest="reference", action="store_false")
     p.add_argument("--solver", default="cp-sat", help="cp-sat or rule")
     p.add_argument("policy", nargs="*", help="KEY=VALUE pins, e.g. window=4 source=cast")
