@@ -18,7 +18,7 @@ from training import Trained, norm_wise, state_of, train_plainly
 import slidedp
 from slidedp.compiler.ops import OpKind
 from slidedp.executor.checkpoint_files import complete
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
 
