@@ -34,7 +34,7 @@ def losses_of(output: str) -> list[float]:
 
 
 def test_custom_cost_model_changes_the_route(tmp_path: Path) -> None:
-    """Three layers of the example's own model: few enough to be solved at once, large enough to be solved and not left to the rule."""
+    """Three layers of the example's own model: soon solved, and still large enough not to be left to the rule."""
     (tmp_path / "config.json").write_text(json.dumps(LAYERS_OF_QWEN3_8B))
     changes = run_example("custom_cost_model.py", "--model", str(tmp_path))
     assert any("delivery" in line and "sharded -> replicated" in " ".join(line.split()) for line in changes.splitlines())
