@@ -12,12 +12,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,6 +36,7 @@ from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
@@ -53,32 +52,6 @@ DRAINED, ASKED, SHOWN = range(3)
 """Words that a rank publishes: a step has nothing left to do on it; it wants, and it has made, resident masters current."""
 
 FIRST_OP_WORD = 3
-
-
-def update_threads(device: torch.device, world_size: int) -> int:
-    """CPU threads of a rank's update: its share of the cores, less two for those that issue work to a GPU."""
-    share = max(len(os.sched_getaffinity(0)) // world_size, 1)
-    return share - 2 if device.type == "cuda" and share >= 8 else share
-
-
-@dataclass(frozen=True)
-class MachineOptions:
-    """What the user may choose about running, not about planning.
-
-    `max_grad_norm`, `skip_nonfinite`: see clipping.py; for plans with deferred updates.
-    `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
-    without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `poison`
-    fills weight slots with NaN before they are refilled; `trace` gets each op's name, stream, start and end in seconds.
-    """
-
-    update_kernel: str = "auto"
-    num_threads: int | None = None
-    native_queue: bool = True
-    delay: Callable[[str], float] | None = None
-    poison: bool = False
-    trace: Callable[[str, Stream, float, float], None] | None = None
-    max_grad_norm: float | None = None
-    skip_nonfinite: bool = False
 
 
 class Machine:

@@ -19,7 +19,7 @@ from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
-from slidedp.executor.machine import MachineOptions, update_threads
+from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
 from slidedp.planner import DTYPE_NAMES, Settings

@@ -30,7 +30,8 @@ from slidedp.compiler.trace_events import write_trace
 from slidedp.executor.checkpoint_files import FileLayer
 from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.interpreter import Interpreter
-from slidedp.executor.machine import Machine, MachineOptions
+from slidedp.executor.machine import Machine
+from slidedp.executor.options import MachineOptions
 from slidedp.executor.step import Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain

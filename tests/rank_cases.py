@@ -18,7 +18,7 @@ from training import Trained, norm_wise, state_of, train_plainly
 import slidedp
 from slidedp.compiler.ops import OpKind
 from slidedp.executor.checkpoint_files import complete
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
 
@@ -96,12 +96,17 @@ def against_plain_pytorch(num_steps: int) -> dict[str, float]:
 
 
 def datapaths(full: bool) -> dict[str, Any]:
-    """Digests of the same three steps over every route, source, chunking and window; all must be one."""
+    """Digests of the same three steps over every route, source, chunking and window; all must be one.
+
+    `full`: every route and source with every chunking and with every window, in a Latin square; else one of each, in turns.
+    """
     rank, world = start()
-    chunks = [(1, 1), (3, 7), (7, 3)] if full else [(3, 7)]
+    cuts = [(1, 1), (3, 7), (7, 3)] if full else [(3, 7)]
     windows = (2, 3, 99) if full else (2, 99)
     digests: dict[str, list[str]] = {}
-    for d, r, s, (c, k), w in product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow"), chunks, windows):
+    routes = list(product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow")))
+    for (i, (d, r, s)), (j, (c, k)) in product(enumerate(routes), enumerate(cuts)):
+        w = windows[(i.bit_count() + j) % len(windows)]
         policy = {"delivery": d, "reduction": r, "source": s, "delivery_chunks": c, "return_chunks": k, "window": w}
         got, _, _ = train(rank, world, 3, policy=policy)
         digests.setdefault(got.digest(), []).append(str(policy))

@@ -12,7 +12,7 @@ from rank_cases import OPTIMIZER, build, model, reference, shares, start
 from training import Trained, norm_wise, state_of
 
 import slidedp
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 
 HBM = {"state": "hbm"}
 EXACT = MachineOptions(update_kernel="torch")

@@ -17,7 +17,7 @@ from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDec
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpKind
 from slidedp.compiler.text import parse_graph, print_graph
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 from slidedp.passes.pipeline import lower
 from slidedp.passes.verify import check
 

@@ -14,6 +14,10 @@ from ranks import RunRanks
 
 pytestmark = pytest.mark.cpu
 
+LAYERS_OF_QWEN3_8B = {
+    "model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -29,8 +33,10 @@ def losses_of(output: str) -> list[float]:
     return [float(line.split("loss")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")]
 
 
-def test_custom_cost_model_changes_the_route() -> None:
-    changes = run_example("custom_cost_model.py")
+def test_custom_cost_model_changes_the_route(tmp_path: Path) -> None:
+    """Three layers of the example's own model: soon solved, and still large enough not to be left to the rule."""
+    (tmp_path / "config.json").write_text(json.dumps(LAYERS_OF_QWEN3_8B))
+    changes = run_example("custom_cost_model.py", "--model", str(tmp_path))
     assert any("delivery" in line and "sharded -> replicated" in " ".join(line.split()) for line in changes.splitlines())
     assert "step_us" in changes
 

@@ -12,7 +12,7 @@ from tiny_models import PlainGPT, family, lm_batch
 from training import norm_wise, rounded, train_resident
 
 import slidedp
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 from slidedp.presets import PRESETS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

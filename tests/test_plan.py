@@ -262,7 +262,7 @@ def test_a_process_may_end_with_an_open_plan(end, code):
 
 def test_interrupt_reaches_the_user():
     """Ctrl-C while `run` waits is a KeyboardInterrupt, and the plan can go on."""
-    from slidedp.executor.machine import MachineOptions
+    from slidedp.executor.options import MachineOptions
 
     plan = compiled()
     plan._options = MachineOptions(update_kernel="torch", delay=lambda name: 0.5 * (name == "fwd.L01"))

@@ -13,7 +13,7 @@ from training import state_of
 import slidedp
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.text import parse_graph, print_graph
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 from slidedp.passes.verify import check
 
 pytestmark = pytest.mark.cpu

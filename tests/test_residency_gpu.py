@@ -15,7 +15,7 @@ from training import norm_wise, rounded, train_resident
 
 import slidedp
 from slidedp.executor.adam import NonFiniteGradient
-from slidedp.executor.machine import MachineOptions
+from slidedp.executor.options import MachineOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -14,13 +14,13 @@ from slidedp.compiler.tables import Curve, Load, Quantity, Tables
 from slidedp.executor.backend import open_backend
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.kernels import Kernel
-from slidedp.executor.machine import update_threads
 from slidedp.executor.measure.compute import measure_hbm_gbps, measure_launch_us, measure_tflops
 from slidedp.executor.measure.host import measure_cast, measure_task_us, measure_update, thread_counts
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.measure.links import measure_links
 from slidedp.executor.measure.peers import measure_peers
 from slidedp.executor.measure.rig import Rig
+from slidedp.executor.options import update_threads
 
 KIB, MIB = 1 << 10, 1 << 20
 
