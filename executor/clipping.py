@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,21 +73,25 @@ class Clipping:
     def __init__(self, model: nn.Module, state: HostState, max_norm: float | None, skip: bool, *, quiet: bool = False) -> None:
         self.max_norm, self.skip = math.inf if max_norm is None else max_norm, skip
         self._state, self._words, self._quiet = state, state.words, quiet
-        index = {name: state.param_index[p.name] for g in state.groups.values() for p in g.params for name in p.names}
-        self._order = [index[name] for name, _ in model.named_parameters() if name in index]
+        place = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+        self._rank_in_model = {
+            p.name: min(place[n] for n in p.names if n in place) for g in state.groups.values() for p in g.params if p.trainable}
         self._skipped_before = False
         self._untold: int | None = None
 
     # ---- one rank ----
 
-    def total_of(self, norms: Tensor, groups: Iterable[str], step: int) -> Tensor:
-        """The norm of the `norms` of all trainable parameters of `groups`, less those that have had no gradient."""
-        of_group: Mapping[str, Iterable[int]] = {
-            g: [self._state.param_index[p.name] for p in self._state.groups[g].params if p.trainable] for g in groups}
-        at = {param: i for i, param in enumerate(param for g in of_group.values() for param in g)}
-        present = self._words.any_present(step, 0, len(self._state.param_index))
-        chosen = [at[param] for param in self._order if param in at and present[param]]
-        return torch.linalg.vector_norm(norms[chosen], 2.0)
+    def model_order(self, groups: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The trainable parameters of `groups`, as in ``model.parameters()``: their places group by group, and their flags'."""
+        params = [p for g in groups for p in self._state.groups[g].params if p.trainable]
+        order = sorted(range(len(params)), key=lambda i: self._rank_in_model[params[i].name])
+        return np.array(order, dtype=np.int64), np.array([self._state.param_index[params[i].name] for i in order], dtype=np.int64)
+
+    def total_of(self, norms: Tensor, order: tuple[np.ndarray, np.ndarray], step: int) -> Tensor:
+        """The norm of the parameters' `norms`, which stand group by group, less of those that have had no gradient."""
+        places, flags = order
+        present = self._words.any_present(step, 0, len(self._state.param_index))[flags]
+        return torch.linalg.vector_norm(norms[torch.from_numpy(places[present])], 2.0)
 
     # ---- several ranks ----
 

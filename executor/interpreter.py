@@ -329,10 +329,10 @@ class Interpreter:
 
     def clip(self, clipping: Clipping) -> Task:
         partials = next(o for o in self.graph.ops if o.writes and o.writes[0].value == "norms").reads
-        groups = [ref.value.removeprefix("norm.") for ref in partials]
+        order = clipping.model_order(ref.value.removeprefix("norm.") for ref in partials) if self.world == 1 else None
 
         def task(step: Step) -> None:
-            total = clipping.total(step.number) if self.world > 1 else clipping.total_of(step.home_norms[0], groups, step.number)
+            total = clipping.total_of(step.home_norms[0], order, step.number) if order else clipping.total(step.number)
             step.keep_clip(clipping.decide(total, step))
 
         return task
