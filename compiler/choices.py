@@ -11,7 +11,7 @@ A family is a set of fields of GroupDecision that are chosen together, because t
 ==============  ========================================================================================================
 
 Data-driven: a value that an enum of :mod:`slidedp.compiler.decisions` does not have is never offered, and one that is
-added there is offered at once.
+added there is offered at once, but for `act` (:data:`OFFERED`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ FAMILY_FIELDS: dict[str, tuple[str, ...]] = {
 }
 RESIDENT: dict[str, str | int] = {}
 """The option of `weights` and `gradients` for a group whose state is in HBM: nothing moves."""
+OFFERED = (Activation.RETAIN, Activation.OFFLOAD, Activation.RECOMPUTE)
+"""What a layer may keep. `selective` only where it is pinned: what it saves of the recompute is not measured yet."""
 CHUNK_COUNTS = (1, 4, 16)
 MIN_CHUNK_BYTES = 8 * 2**20
 """Below this a task's fixed cost outweighs what a finer pipeline could save (prototypes: 8 MB chunks cost a third)."""
@@ -172,7 +174,7 @@ def _values(key: str, group: Group, layers: LayerGraph, default: GroupDecision, 
     elif layers.world_size == 1 and key in ("delivery", "reduction"):
         more = []
     elif key == "act":
-        more = list(Activation) if _own_layer(group, layers) else []
+        more = list(OFFERED) if _own_layer(group, layers) else []
     elif key == "weights" and not _own_layer(group, layers):
         more = []  # a held group's weights are in HBM for the whole step as it is
     else:

@@ -32,13 +32,13 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.ops import Op, OpKind
 from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
 
-CPU_SHARE = 1.5
+CPU_SHARE = 3.1
 """When host memory is the limit, a rank's update gets this many times the bytes of each of its copies. Measured on one H200:
-with both links busy an update of 28 bytes a parameter runs at 2.3 Gparam/s, 64 of the 150 GB/s; the copies get 43 each."""
+with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each."""
 
 UPDATE_CORES = 0.65
 """The part of the cores that keeps the host's update at full rate, for it waits for memory. Measured on one H200: 8 of 16
-threads reach 2.85 of 3.7 Gparam/s, 77 %, and 0.5 / 0.65 = 0.77."""
+threads reach 2.85 of 3.7 Gparam/s (an older kernel), 77 %, and 0.5 / 0.65 = 0.77."""
 
 
 class Resource(StrEnum):

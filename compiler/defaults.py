@@ -12,6 +12,7 @@
 - head chunks: 1, all logits at once, while these are under 256 MiB in FP32; else chunks of 2048 tokens, where the head's
   products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
   smallest window, chunks of 256 tokens.
+- HBM counts as full where budgets.py says so, short of the budget;
 - state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
 """
 
@@ -22,6 +23,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.errors import BudgetError
@@ -57,6 +59,7 @@ def default_decisions(
     decides the route; default the analytic one. `spare_hbm`: let the rule use HBM that is left. Raises ValueError with the
     bytes needed and the budget when the smallest window, or the state on the host, has no room.
     """
+    room = room_to_fill(hw, hbm_budget)
     hbm_budget = hw.hbm_bytes if hbm_budget is None else hbm_budget
     host_budget = hw.host_bytes if host_budget is None else host_budget
     costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
@@ -73,11 +76,11 @@ def default_decisions(
     options = [(window, last, HEAD_ROWS[0]) for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE))]
     for window, last, rows in (*options, (WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1])):
         decisions = decide(source, window, last, rows)
-        if estimate_memory(graph, decisions).hbm_bytes <= hbm_budget:
+        if estimate_memory(graph, decisions).hbm_bytes <= room:
             break
     check_head(graph, decisions)
     if spare_hbm:
-        decisions = apply_policy(spare_hbm_rule(graph, decisions, hw, costs, hbm_budget), policy, graph)
+        decisions = apply_policy(spare_hbm_rule(graph, decisions, hw, costs, room), policy, graph)
     check_budgets(graph, decisions, hbm_budget, host_budget)
     return decisions
 

@@ -64,9 +64,16 @@ class _Alone:
     def __init__(self, layers: LayerGraph, choices: Choices) -> None:
         self.layers, self.choices, self.base = layers, choices, group_memory(layers, choices.defaults)
         self.own = {family.key: (i, family) for i, family in enumerate(choices.families) if family.name != "act"}
+        self.known: dict[object, MemoryReport] = {}
 
     def report(self, group: Group, option: Values) -> MemoryReport:
-        return group_memory(replace(self.layers, groups=(group,)), self.choices.decided(group.name, option))
+        """Asked once for all groups of one size, whose uses are as many, and which the rule treats alike."""
+        default = self.choices.defaults.of(group.name)
+        key = (group.numel, group.num_trainable, len(group.uses), default, tuple(option.items()))
+        if key not in self.known:
+            alone = replace(self.layers, groups=(group,))
+            self.known[key] = group_memory(alone, self.choices.decided(group.name, option))
+        return self.known[key]
 
     def total(self, place: str) -> Linear:
         """What is a sum over the groups. State in HBM has all of its share; the options linked to it are as the default."""

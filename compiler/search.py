@@ -57,14 +57,14 @@ def period_of(graph: EventGraph, selection: Sequence[int]) -> int:
 def descend(graph: EventGraph, rows: Sequence[MemoryRow], start: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """From `start`, one option for all layers of a kind at a time, while the period falls. (selection, period in units)."""
     best, period = tuple(start), period_of(graph, start)
-    partners = _partners(graph)
+    partners = partners_of(graph)
     for _ in range(MAX_SWEEPS):
         before = period
         for members in kinds(graph, rows):
             for option in range(len(graph.choices.families[members[0]].options)):
                 trial = list(best)
                 for i in members:
-                    _choose(trial, i, option, partners)
+                    choose(trial, i, option, partners)
                 if tuple(trial) == best or not feasible(rows, trial) or graph.floor(trial) >= period:
                     continue
                 if is_period(graph, trial, period - 1):
@@ -77,7 +77,7 @@ def descend(graph: EventGraph, rows: Sequence[MemoryRow], start: Sequence[int]) 
 Partners = dict[tuple[int, int], list[tuple[int, int]]]
 
 
-def _partners(graph: EventGraph) -> Partners:
+def partners_of(graph: EventGraph) -> Partners:
     """Options that go together, transitively."""
     together: Partners = defaultdict(list)
     for link in graph.choices.links:
@@ -86,28 +86,28 @@ def _partners(graph: EventGraph) -> Partners:
     return together
 
 
-def _choose(selection: list[int], family: int, option: int, partners: Partners) -> None:
+def choose(selection: list[int], family: int, option: int, partners: Partners) -> None:
     """Set one family, and what is linked to its new and its old option."""
     if selection[family] == option:
         return
     old = (family, selection[family])
     selection[family] = option
     for other, its in partners.get((family, option), ()):
-        _choose(selection, other, its, partners)
+        choose(selection, other, its, partners)
     for other, its in partners.get(old, ()):
         if selection[other] == its:
-            _choose(selection, other, 0, partners)
+            choose(selection, other, 0, partners)
 
 
 def simplify(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int], period: int) -> tuple[int, ...]:
     """`selection` with as much of it put back to the rule's choice as a step of `period` units allows: kinds, runs, groups."""
-    best, partners = tuple(selection), _partners(graph)
+    best, partners = tuple(selection), partners_of(graph)
 
     def put_back(members: Sequence[int]) -> bool:
         nonlocal best
         trial = list(best)
         for i in members:
-            _choose(trial, i, 0, partners)
+            choose(trial, i, 0, partners)
         if tuple(trial) == best:
             return True
         if feasible(rows, trial) and graph.floor(trial) <= period and is_period(graph, trial, period):

@@ -1,11 +1,14 @@
-"""The plan with the shortest step, by OR-Tools' CP-SAT, with a bound that proves how far from the best it can be.
+"""The plan with the shortest step: a structured search finds one that reads well, and OR-Tools prove how good it is, or beat it.
 
-    variables     one time an event, the period, one-hot choices a family
-    constraints   the timed event graph, the streams' totals, the memory rows, the links between families
-    objective     the period; then, at that period, fewest departures from the rule and fewest changes along the depth
+    structured    structured.py: all layers of a kind alike but for a few counts, by the period of the event graph
+    bound         cyclebound.py: a linear program over critical cycles, which no plan's period can be less than
+    CP-SAT        only where the two are further apart than the gap asked for: it has to find a step shorter by more than that,
+                  from the structured plan on, or the structured plan is kept
 
-Deterministic: one worker, a fixed seed, limits in deterministic time. ortools is imported when a plan is solved.
-Source: DESIGN §6; the formulation is that of periodic event scheduling, with the periods' multiples fixed.
+CP-SAT's model: one time an event, the period, one-hot choices a family; the timed event graph, the streams' totals, the memory
+rows, the links between families; the objective is the period, and then, at that period, fewest departures from the rule and
+fewest changes along the depth. Deterministic: one worker, a fixed seed, limits in deterministic time. ortools is imported when a
+plan is solved. Source: DESIGN §6; the formulation is that of periodic event scheduling, with the periods' multiples fixed.
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import descend, feasible, period_of, simplify
+from slidedp.compiler.structured import search_structured
 
 RESOLUTION = 20_000
 """Units that a step is cut into, about: the solver counts in whole ones, 0.005 % of a step each."""
 GAP = 1e-3
-TIME_LIMIT = 12.0
-"""Deterministic seconds for the shortest step; they are near real ones. A fraction of it goes to the second phase."""
+TIME_LIMIT = 4.0
+"""Deterministic seconds for the shortest step, each two or three real ones. A fraction of it goes to the second phase."""
 SECOND_PHASE = 0.05
+SHORTEST_RUN = 0.1
+"""Deterministic seconds with which CP-SAT is worth starting."""
 CHANGE_COST = 2
 """What a change from one layer to the next counts, in departures from the rule."""
 
@@ -64,9 +70,10 @@ def solve(
     gap: float = GAP,
     time_limit: float = TIME_LIMIT,
 ) -> Solution:
-    """The best selection of `graph` under `rows`. `graph` is in microseconds.
+    """A selection of `graph` under `rows` within `gap` of the best, or the best that is found. `graph` is in microseconds.
 
-    `hint`: an earlier plan; if it is within `gap` of the bound, it is kept as it is. `time_limit`: deterministic seconds.
+    `gap`: share of a step that more search must save. `hint`: an earlier plan; if it is within `gap` of the bound, it is kept as
+    it is. `time_limit`: deterministic seconds of CP-SAT.
 
     Raises:
         ValueError: ortools is not installed, or no selection fits the memory rows (infeasible.py says why).
@@ -74,21 +81,34 @@ def solve(
     import_cp_model()
     start = graph.choices.default
     hinted = graph.choices.encode(hint) if hint is not None else None
-    keep = hinted is not None and feasible(rows, hinted)
-    if hinted is not None and keep:
-        start = hinted
-    unit_us = max(1, period_of(graph, start) // RESOLUTION)
+    if hinted is not None and not feasible(rows, hinted):
+        hinted = None
+    unit_us = max(1, period_of(graph, hinted or start) // RESOLUTION)
     scaled = graph.in_units_of(unit_us) if unit_us > 1 else graph
-    best, period = (start, period_of(scaled, start)) if keep else descend(scaled, rows, start)
-    proof = shortest_step(scaled, rows, best, period, gap, time_limit)
+    best, period, bound = find_start(scaled, rows, hinted, gap)
+    proof = shortest_step(scaled, rows, best, period, bound, gap, time_limit)
     work = proof.work
-    if not keep or period > proof.bound * (1 + gap):
+    if proof.selection != best:
         best, more = nearest_to_rule(scaled, rows, proof, gap, time_limit * SECOND_PHASE)
         work += more
     cycle = max_cycle_ratio(graph, best)
     step_us = -(-cycle.ratio.numerator // cycle.ratio.denominator)
     return Solution(best, graph.choices.decode(best), step_us, period_of(scaled, best) * unit_us,
                     min(proof.bound * unit_us, step_us), cycle, proof.status, work)  # fmt: skip
+
+
+def find_start(
+    graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, ...] | None, gap: float
+) -> tuple[tuple[int, ...], int, int]:
+    """(selection, period, bound) in units: the earlier plan if that is good enough, else the structured one, or the better."""
+    if hinted is not None:
+        period, bound = period_of(graph, hinted), cycle_bound(graph, rows, hinted)
+        if period <= bound * (1 + gap):
+            return hinted, period, bound
+    found = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
+    if hinted is not None and period < found[1] * (1 - gap):
+        found = hinted, period
+    return *found, cycle_bound(graph, rows, found[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +122,21 @@ class Proof:
     work: float
 
 
-def shortest_step(
-    graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...], period: int, gap: float, time_limit: float
-) -> Proof:
-    """The first phase, from `best`. Where a few critical cycles prove it good enough, there is nothing to search."""
-    fits, bound = feasible(rows, best), cycle_bound(graph, rows, best)
-    if fits and period <= bound * (1 + gap):
-        return Proof(best, period, bound, "OPTIMAL", 0.0)
+def shortest_step(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...], period: int, bound: int, gap: float,
+                  time_limit: float) -> Proof:  # fmt: skip
+    """CP-SAT from `best` on, whose selection is returned if nothing shorter by more than `gap` is found."""
+    fits = feasible(rows, best)
+    if fits and (period <= bound * (1 + gap) or time_limit < SHORTEST_RUN):
+        return Proof(best, period, bound, "OPTIMAL" if period <= bound * (1 + gap) else "FEASIBLE", 0.0)
     model = _Model(graph, rows, 2 * max(period, bound), bound)
     model.minimise_period(best, period if fits else None)
     status, work = model.run(time_limit, gap)
     if status not in ("OPTIMAL", "FEASIBLE"):
         raise ValueError(f"no plan fits the memory rows ({status.lower()})")
-    if not fits or model.period < period:
+    bound = max(bound, model.bound)
+    if not fits or model.period < period * (1 - gap):
         best, period = model.selection(), model.period
-    return Proof(best, period, max(bound, model.bound), status, work)
+    return Proof(best, period, bound, status, work)
 
 
 def nearest_to_rule(

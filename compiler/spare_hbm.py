@@ -16,9 +16,6 @@ from slidedp.compiler.layergraph import Group, LayerGraph, StageKind, cut_chunks
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 
-MAX_FILL = 0.85
-"""Of the HBM budget: what predictions leave to the allocator and to what they do not see."""
-
 HIDDEN = 0.6
 """Update over compute time below which the update is hidden: it is 1.6 times slower while copies run both ways (h200x1.yaml)."""
 
@@ -27,13 +24,12 @@ NUM_BOUNDARY_STAGES = 2
 
 
 def spare_hbm_rule(
-    layers: LayerGraph, decisions: Decisions, hw: HardwareProfile, costs: CostModel, hbm_budget: int
+    layers: LayerGraph, decisions: Decisions, hw: HardwareProfile, costs: CostModel, room: int
 ) -> Decisions:
     """`decisions` with the state of as many groups in HBM as pay and fit, the most useful first; pure and deterministic.
 
-    Groups already there stay there. `hbm_budget`: bytes of one GPU.
+    Groups already there stay there. `room`: bytes of one GPU that may be filled (budgets.py).
     """
-    room = MAX_FILL * hbm_budget
     compute_us = sum(_compute_us(layers, hw, costs))
     first_use = {g.name: min(layers.stages.index(layers.stage(s)) for s in g.uses) for g in layers.groups if g.uses}
     for group in sorted((g for g in layers.groups if g.trainable and g.uses), key=lambda g: first_use[g.name]):

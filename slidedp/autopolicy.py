@@ -30,9 +30,10 @@ from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import SolverRecord
-from slidedp.compiler.search import descend, feasible
+from slidedp.compiler.search import feasible
 from slidedp.compiler.simulate import Timeline
-from slidedp.compiler.solver import GAP, Solution, solve
+from slidedp.compiler.solver import GAP, TIME_LIMIT, Solution, solve
+from slidedp.compiler.structured import search_structured
 
 TINY_STEP_US = 100_000
 ROUNDS = 3
@@ -40,6 +41,8 @@ CLOSED = 0.01
 """Solved and simulated step this near each other: nothing to correct."""
 WORTH = 1e-3
 """Share of a step that more slots must save."""
+TOLERANCE = 5e-3
+"""Share of a step that is worth a search by CP-SAT, and a plan that reads worse: costs are not known better than that."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class AutoPlan:
 
 @dataclass(frozen=True)
 class Problem:
-    """One planning problem. `simulate`: the timeline of the ops that decisions lower to. Budgets in bytes."""
+    """One planning problem. `simulate`: the timeline of the ops that decisions lower to. Budgets in bytes; of HBM
+    what plans may fill (budgets.py).
+    """
 
     layers: LayerGraph
     hw: HardwareProfile
@@ -78,8 +83,9 @@ class Problem:
 
     def fixed(self, decisions: Decisions) -> Choices:
         """No choice: `decisions` as they are."""
-        families = self.choices(decisions).families
-        return Choices(tuple(replace(f, options=f.options[:1]) for f in families), (), decisions)
+        choices = self.choices(decisions)
+        selected = zip(choices.families, choices.encode(decisions), strict=True)
+        return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs))
@@ -99,15 +105,20 @@ def is_tiny(problem: Problem, rule: Decisions) -> bool:
 
 
 def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = None) -> AutoPlan:
-    """The best plan that `ROUNDS` rounds find. `rule`: the rule's decisions, pins included, which fit the budgets."""
+    """The best plan that `ROUNDS` rounds find, with one limit for CP-SAT in all of them.
+
+    `rule`: the rule's decisions, pins included, which fit the budgets.
+    """
     began = time.perf_counter()
     choices = choose_frame(problem, rule, hint)
     rule_us, _ = judge(problem, rule)
     best, best_us, first = rule, rule_us, None
     scale: dict[Stream, float] = {}
-    num_rounds = 0
+    num_rounds, left = 0, TIME_LIMIT
     for num_rounds in range(1, ROUNDS + 1):
-        solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best)
+        solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best,
+                         gap=TOLERANCE, time_limit=left)  # fmt: skip
+        left -= solution.work
         first = first or solution
         simulated_us, timeline = judge(problem, solution.decisions)
         if simulated_us < best_us:
@@ -128,8 +139,8 @@ def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> C
     best = base.with_frame(hint) if hint is not None else base
     graph, rows = problem.graph(best), problem.rows(best)
     selection = best.encode(hint) if hint is not None else best.default
-    if feasible(rows, selection):
-        selection, _ = descend(graph, rows, selection)
+    if hint is None and (found := search_structured(graph, rows)):
+        selection, _ = found
     best_us = float(max_cycle_ratio(graph, selection).ratio)
     for key, counts in SLOTS.items():
         for frame in other_counts(problem.layers, best.defaults, key, counts, pinned):

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slidedp.autopolicy import AutoPlan, Problem, auto_plan, is_tiny
+from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices, pinned_slots
 from slidedp.compiler.costs import WithFallback
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.defaults import check_budgets, default_decisions
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.frames import find_frames, smallest_frame
 from slidedp.compiler.infeasible import explain, fitting_start
@@ -47,7 +48,11 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
         policy.require(layers)
         return AutoPlan(policy.decisions)
     problem = problem_of(layers, settings, measurement or Measurement())
-    rule = rule_that_fits(layers, settings, problem)
+    try:
+        rule = rule_that_fits(layers, settings, problem)
+    except BudgetError:  # no plan leaves the reserve of budgets.py free; some plan may do without
+        problem = replace(problem, hbm_budget=settings.hw.hbm_bytes if settings.hbm_budget is None else settings.hbm_budget)
+        rule = rule_that_fits(layers, settings, problem)
     if settings.solver == "rule" or is_tiny(problem, rule):
         return AutoPlan(rule)
     if find_spec("ortools") is None:
@@ -81,7 +86,7 @@ def problem_of(layers: LayerGraph, settings: Settings, measurement: Measurement)
     costs = s.cost_model_of(layers, measurement)
     return Problem(
         layers, s.hw, costs, lambda decisions: simulate_decisions(layers, s, costs, decisions),
-        s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
+        room_to_fill(s.hw, s.hbm_budget),
         s.hw.host_bytes if s.host_budget is None else s.host_budget, s.policy)  # fmt: skip
 
 
@@ -109,12 +114,14 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
     """The rule's decisions; where those have no room, the choice that takes least memory, if that has."""
     policy = problem.policy
 
-    def rule(hbm_budget: int, host_budget: int) -> Decisions:
+    def rule(hbm_budget: int | None, host_budget: int) -> Decisions:
         return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=hbm_budget,
                                  host_budget=host_budget)  # fmt: skip
 
     try:
-        return rule(problem.hbm_budget, problem.host_budget)
+        decisions = rule(settings.hbm_budget, problem.host_budget)
+        check_budgets(layers, decisions, problem.hbm_budget, problem.host_budget)
+        return decisions
     except BudgetError as error:
         if settings.solver == "rule":
             raise

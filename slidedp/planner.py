@@ -6,6 +6,7 @@ One :class:`Planner` serves one plan. The first batch fixes the parameter groups
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
 from slidedp.compiler.decisions import Activation, Decisions
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
+from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
 from slidedp.compiler.measured import Measurement
@@ -208,8 +210,16 @@ class Planner:
         else:
             decisions = self.for_shape(self.decisions, layers)
         check_head(layers, decisions)
-        check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
-                      s.hw.host_bytes if s.host_budget is None else s.host_budget)
+        try:
+            check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
+                          s.hw.host_bytes if s.host_budget is None else s.host_budget)
+        except BudgetError as error:
+            if self.decisions is None:
+                raise
+            shape = " x ".join(map(str, max(draft.shapes.values(), key=math.prod, default=())))
+            raise BudgetError(
+                f"a batch of {shape} does not fit the plan: it was made for less, and what lives in HBM is fixed by now; "
+                f"compile with example= the largest batch, or pin act=recompute ({error})") from error
         return decisions
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:

@@ -87,26 +87,26 @@ def all_one(n: int, rel: float) -> object:
 
 
 def test_one_h200() -> None:
-    """55 GB/s alone, 48 both ways; AdamW at 3.7 Gparam/s, 2.3 with both links busy; all traffic stops at 150 GB/s."""
+    """55 GB/s alone, 48 both ways; AdamW at 4.4 Gparam/s, 3.49 with both links busy; all traffic stops at 160 GB/s."""
     hw = load_profile("h200x1")
     assert seconds(hw, 1, {OpKind.H2D: 55}) == one()
     assert seconds(hw, 1, {OpKind.H2D: 48, OpKind.D2H: 48}) == all_one(2, 0.001)
-    assert seconds(hw, 1, {OpKind.CPU_UPDATE: 3.7 * 28}) == one()
-    busy = 2.3 * 28
-    copies = (150 - busy) / 2
+    assert seconds(hw, 1, {OpKind.CPU_UPDATE: 4.4 * 28}) == one()
+    busy = 3.49 * 28
+    copies = (160 - busy) / 2
     assert seconds(hw, 1, {OpKind.H2D: copies, OpKind.D2H: copies, OpKind.CPU_UPDATE: busy}) == all_one(3, 0.01)
 
 
 def test_four_h200s() -> None:
-    """H2D 55 GB/s for one, 37 each for four; D2H 32; both ways 18.9 each. AdamW 4.9 Gparam/s, as busy as with one GPU 2.3."""
+    """H2D 55 GB/s for one, 37 each for four; D2H 32; both ways 18.9 each. AdamW 4.9 Gparam/s, as busy as with one GPU 3.49."""
     hw = load_profile("h200x4")
     assert seconds(hw, 1, {OpKind.H2D: 55}) == one()
     assert seconds(hw, 4, {OpKind.H2D: 37}) == one()
     assert seconds(hw, 4, {OpKind.D2H: 32}) == one()
     assert seconds(hw, 4, {OpKind.H2D: 18.9, OpKind.D2H: 18.9}) == all_one(2, 0.01)
     assert seconds(hw, 4, {OpKind.CPU_UPDATE: 4.9 * 28 / 4}) == one()
-    busy = 2.3 * 28 / 4
-    copies = (150 / 4 - busy) / 2
+    busy = 3.49 * 28 / 4
+    copies = (160 / 4 - busy) / 2
     assert seconds(hw, 4, {OpKind.H2D: copies, OpKind.D2H: copies, OpKind.CPU_UPDATE: busy}) == all_one(3, 0.01)
 
 
@@ -116,7 +116,7 @@ def test_casts_share_the_cores() -> None:
     assert seconds(hw, 1, {OpKind.HOST_CAST: 3 * 15.6}) == one()
     assert seconds(hw, 2, {OpKind.HOST_CAST: 3 * 8.7}) == one()
     cores = replace(load_profile("h200x1"), host_dram_gbps=1e6)
-    assert seconds(cores, 1, {OpKind.HOST_CAST: 3 * 17.7 / 1.65, OpKind.CPU_UPDATE: 3.7 * 28 / 1.65}) == all_one(2, 0.001)
+    assert seconds(cores, 1, {OpKind.HOST_CAST: 3 * 17.7 / 1.65, OpKind.CPU_UPDATE: 4.4 * 28 / 1.65}) == all_one(2, 0.001)
 
 
 def test_collectives_without_a_link_cross_host_memory() -> None:

@@ -1,0 +1,229 @@
+"""A good plan that reads well: all layers of a kind alike, but for a few counts. What is searched is a handful of whole numbers.
+
+    alike      one option for the deliveries of all groups of a kind, and one for the returns of their gradients
+    resident   groups whose state is in HBM, in the order in which the next step needs them: their updates sit between two steps
+    retained   layers that keep their activations, from the last down, whose backwards come first
+    offloaded  of the layers below those, so many whose activations wait on the host: evenly spread, since a link carries one away
+               in the time of several forwards
+    held       layers from the last down whose weights stay between forward and backward
+
+Coordinate descent: a count takes its best value on a grid, then around it; whenever the others change, as many layers retain as
+memory has room for. In the end every count is taken back as far as that costs nothing. A step is the period of the event graph,
+memory is the rows'; a thousand of either take a few seconds. It proves nothing: the bound comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from slidedp.compiler.choices import Family
+from slidedp.compiler.eventgraph import EventGraph
+from slidedp.compiler.maxplus import is_period
+from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.runlength import layer_index
+from slidedp.compiler.search import choose, feasible, partners_of, period_of
+
+MAX_SWEEPS = 4
+GRID = 8
+"""Parts that the range of a count is cut into at first."""
+FREE = 5e-4
+"""Share of a step that a plainer plan may cost."""
+COUNTS = ("resident", "held", "offloaded")
+"""Counts that are searched; `retained` follows from the room that they leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Counts as in the module's docstring. `alike`: for every kind of family the option, by its position."""
+
+    alike: tuple[int, ...]
+    resident: int = 0
+    retained: int = 0
+    offloaded: int = 0
+    held: int = 0
+
+
+@dataclass
+class StructuredSearch:
+    """One search over the shapes of `graph` under `rows`."""
+
+    graph: EventGraph
+    rows: Sequence[MemoryRow]
+    known: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        families = self.graph.choices.families
+        self.partners = partners_of(self.graph)
+        by_kind: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+        for i, f in enumerate(families):
+            if f.name in ("weights", "gradients") and len(f.options) > 1:
+                by_kind[f.name, str(f.options), layer_index(f.group) is None].append(i)
+        self.kinds = list(by_kind.values())
+        place = {f.key: i for i, f in enumerate(families) if len(f.options) > 1}
+        first_due = [w.group for w in self.graph.works]
+        self.states = [place[name, "state"] for name in first_due if (name, "state") in place]
+        self.acts = [i for i, f in reversed(list(enumerate(families))) if f.name == "act" and len(f.options) > 1]
+        self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "hold") is not None]
+
+    # ---- what a shape means ----
+
+    def selection(self, shape: Shape) -> tuple[int, ...]:
+        families = self.graph.choices.families
+        chosen = list(self.graph.choices.default)
+        for members, option in zip(self.kinds, shape.alike, strict=True):
+            for i in members:
+                chosen[i] = option
+        below = len(self.acts) - shape.retained
+        for count, i in enumerate(self.acts):
+            leaves = count >= shape.retained and spread(count - shape.retained, shape.offloaded, below)
+            wanted = "retain" if count < shape.retained else "offload" if leaves else "recompute"
+            chosen[i] = next((o for o, option in enumerate(families[i].options) if option["act"] == wanted), chosen[i])
+        for i in self.holds[: shape.held]:
+            twin = _twin(families[i], chosen[i], "hold")
+            chosen[i] = chosen[i] if twin is None else twin
+        for i in self.states:
+            home = next(o for o, option in enumerate(families[i].options) if option["state"] == "host")
+            choose(chosen, i, home, self.partners)
+        for i in self.states[: shape.resident]:
+            resident = families[i].resident
+            assert resident is not None
+            choose(chosen, i, resident, self.partners)
+        return tuple(chosen)
+
+    def most(self, count: str) -> int:
+        return len({"resident": self.states, "held": self.holds, "offloaded": self.acts, "retained": self.acts}[count])
+
+    def fits(self, shape: Shape) -> bool:
+        return feasible(self.rows, self.selection(shape))
+
+    def period(self, shape: Shape) -> int:
+        """In units."""
+        selection = self.selection(shape)
+        if selection not in self.known:
+            self.known[selection] = period_of(self.graph, selection)
+        return self.known[selection]
+
+    def is_period(self, shape: Shape, period: int) -> bool:
+        selection = self.selection(shape)
+        if selection in self.known:
+            return self.known[selection] <= period
+        return self.graph.floor(selection) <= period and is_period(self.graph, selection, period)
+
+    def filled(self, shape: Shape) -> Shape | None:
+        """`shape` with as many layers that retain as fit; None if nothing fits."""
+        return most_that_holds(replace(shape, retained=0), "retained", self.most("retained"), self.fits)
+
+    # ---- the search ----
+
+    def run(self) -> tuple[tuple[int, ...], int] | None:
+        """(selection, period in units); None if no shape fits."""
+        best = next((s for s in map(self.filled, self.starts()) if s is not None), None)
+        if best is None:
+            return None
+        for _ in range(MAX_SWEEPS):
+            before = self.period(best)
+            for count in COUNTS:
+                best = self.best_count(best, count)
+            for kind in range(len(self.kinds)):
+                best = self.best_option(best, kind)
+            if self.period(best) > before * (1 - FREE):
+                break
+        best = self.plainest(best)
+        return self.selection(best), self.period(best)
+
+    def starts(self) -> Iterator[Shape]:
+        """Shapes to start from, of which the first that fits is taken: state at home, or the host has no room for it."""
+        plain = Shape((0,) * len(self.kinds))
+        yield plain
+        for resident in range(1, len(self.states) + 1):
+            yield replace(plain, resident=resident)
+
+    def best_count(self, best: Shape, count: str) -> Shape:
+        """On a grid over all values, then on finer ones around the best."""
+        most = self.most(count)
+        step = max(1, -(-most // GRID))
+        tried = range(0, most + step, step)
+        while True:
+            for value in tried:
+                shape = self.filled(_with(best, count, min(value, most)))
+                if shape is not None and self.better(shape, best):
+                    best = shape
+            if step == 1:
+                return best
+            step = -(-step // 2) if step > 2 else 1
+            here: int = getattr(best, count)
+            tried = range(max(0, here - step), here + step + 1, step)
+
+    def best_option(self, best: Shape, kind: int) -> Shape:
+        for option in range(len(self.graph.choices.families[self.kinds[kind][0]].options)):
+            family = self.graph.choices.families[self.kinds[kind][0]]
+            if option == family.resident or family.options[option].get("weights") == "hold":
+                continue  # these are counts
+            shape = self.filled(replace(best, alike=(*best.alike[:kind], option, *best.alike[kind + 1 :])))
+            if shape is not None and self.better(shape, best):
+                best = shape
+        return best
+
+    def better(self, shape: Shape, than: Shape) -> bool:
+        period = self.period(than)
+        return self.is_period(shape, period - 1 - int(period * FREE))
+
+    def plainest(self, best: Shape) -> Shape:
+        """Options back to the rule's and counts back to none, as far as the step stays within `FREE` of the best."""
+        allowed = int(self.period(best) * (1 + FREE))
+
+        def good(shape: Shape) -> bool:
+            return self.is_period(shape, allowed) and self.fits(shape)
+
+        for kind in range(len(self.kinds)):
+            plain = replace(best, alike=(*best.alike[:kind], 0, *best.alike[kind + 1 :]))
+            if good(plain):
+                best = plain
+        for count in ("held", "offloaded", "resident", "retained"):
+            best = fewest_that_holds(best, count, good)
+        return best
+
+
+def search_structured(graph: EventGraph, rows: Sequence[MemoryRow]) -> tuple[tuple[int, ...], int] | None:
+    """The best structured selection that fits, and its period in units; None if none fits."""
+    return StructuredSearch(graph, rows).run()
+
+
+def spread(place: int, count: int, places: int) -> bool:
+    """True for `count` of so many `places` (all, if it is more), as evenly as can be."""
+    return (place + 1) * min(count, places) // places > place * min(count, places) // places
+
+
+def most_that_holds(shape: Shape, count: str, most: int, holds: Callable[[Shape], bool]) -> Shape | None:
+    """`shape` with the largest value of `count` for which `holds`, by bisection; None if not even 0 does."""
+    if not holds(_with(shape, count, 0)):
+        return None
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(_with(shape, count, middle)) else (low, middle - 1)
+    return _with(shape, count, low)
+
+
+def fewest_that_holds(shape: Shape, count: str, holds: Callable[[Shape], bool]) -> Shape:
+    """`shape` with the least value of `count` for which `holds`, by bisection; `shape` itself holds."""
+    low, high = 0, getattr(shape, count)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(_with(shape, count, middle)) else (middle + 1, high)
+    return _with(shape, count, high)
+
+
+def _with(shape: Shape, count: str, value: int) -> Shape:
+    counts: dict[str, int] = {count: value}
+    return Shape(shape.alike, **({c: getattr(shape, c) for c in ("resident", "retained", "offloaded", "held")} | counts))
+
+
+def _twin(family: Family, option: int, weights: str) -> int | None:
+    """The option that differs from `option` of a `weights` family in what becomes of the weights after the forward, if any."""
+    if family.name != "weights" or "weights" not in family.options[option]:
+        return None
+    wanted = {**family.options[option], "weights": weights}
+    return next((o for o, other in enumerate(family.options) if other == wanted), None)
