@@ -412,6 +412,8 @@ def test_off_a_terminal_nothing_is_said(capsys):
 
 
 def test_the_cache_is_the_users(monkeypatch, tmp_path):
+    assert cache_folder() is None, "conftest.py asks for no cache"
+    monkeypatch.delenv("SLIDEDP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "slidedp"
     monkeypatch.delenv("XDG_CACHE_HOME")
