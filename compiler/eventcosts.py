@@ -117,6 +117,17 @@ class OptionCosts:
                 bytes=group.num_trainable // self.layers.world_size * per_param)  # fmt: skip
         return Chunked(self.op_us(op))
 
+    def share_resident(self, group: Group, num_chunks: int) -> int:
+        """Of the collectives of a group whose state is in HBM: its gradient's reduction, and the gathering of what is new."""
+        world, o = self.layers.world_size, {"return_chunks": num_chunks}
+        if world == 1:
+            return 0
+        reduce = self._return(OpKind.REDUCE, Stream.COMM, group, o,
+                              lambda n: n // world * self.layers.grad_itemsize * (world - 1))  # fmt: skip
+        gather = self._return(OpKind.ALL_GATHER, Stream.COMM, group, o,
+                              lambda n: n // world * self.layers.compute_itemsize * (world - 1))  # fmt: skip
+        return reduce.total_us + gather.total_us
+
     def _return(self, kind: OpKind, stream: Stream, group: Group, o: Values, num_bytes: Callable[[int], int]) -> Chunked:
         op = Op(f"{kind}.{group.name}", kind, stream, group.name)
         return self._chunks(op, group.num_trainable, int(o["return_chunks"]), num_bytes, trainable=True)
