@@ -13,6 +13,7 @@ root           `duplex_gbps`, times the number of GPUs, times 2                 
 link in, out   `h2d_gbps`, `d2h_gbps`                                              copies of this rank
 cores          all of them                                                         host work of all ranks
 GPU link       `gpu_link_gbps`                                                     collectives
+GPU            all of it                                                           compute, updates in HBM
 =============  ==================================================================  =====================================
 
 Ranks are alike and in step: what one rank draws on a resource of the host, all ranks draw at the same time. Without a link
@@ -40,6 +41,9 @@ UPDATE_CORES = 0.65
 """The part of the cores that keeps the host's update at full rate, for it waits for memory. Measured on one H200: 8 of 16
 threads reach 2.85 of 3.7 Gparam/s (an older kernel), 77 %, and 0.5 / 0.65 = 0.77."""
 
+GPU_UPDATE_WEIGHT = 1 / 7
+"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py)."""
+
 
 class Resource(StrEnum):
     DRAM = "host memory"
@@ -50,9 +54,10 @@ class Resource(StrEnum):
     LINK_OUT = "link out"
     CORES = "cores"
     GPU_LINK = "gpu link"
+    GPU = "gpu"
 
 
-OF_THE_HOST = frozenset(Resource) - {Resource.LINK_IN, Resource.LINK_OUT, Resource.GPU_LINK}
+OF_THE_HOST = frozenset(Resource) - {Resource.LINK_IN, Resource.LINK_OUT, Resource.GPU_LINK, Resource.GPU}
 """Shared by all ranks; the others are each rank's own."""
 
 
@@ -67,6 +72,9 @@ class Draw:
 
 
 NOTHING = Draw()
+COMPUTE = frozenset({OpKind.PROLOGUE, OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.EPILOGUE})
+COMPUTES = Draw(((Resource.GPU, 1.0),))
+"""One stream runs all compute, so that only an update in HBM slows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class Contention:
         One rank's part of a resource is at most the whole of it: a cost model that makes an op faster than the profile allows
         is believed, as far as that op alone goes.
         """
+        if op.kind in COMPUTE:
+            return COMPUTES
         num_bytes = self.num_bytes.get(op.name, op.bytes)
         if not num_bytes or not alone_us:
             return NOTHING
@@ -99,6 +109,8 @@ class Contention:
                 return self.over({Resource.DRAM: gbps, Resource.CORES: cores}, self.cpu_weight)
             case OpKind.CPU_UPDATE | OpKind.HOST_REDUCE | OpKind.HOST_GATHER | OpKind.SNAPSHOT:
                 return self.over({Resource.DRAM: gbps, Resource.CORES: UPDATE_CORES / self.world_size}, self.cpu_weight)
+            case OpKind.GPU_UPDATE:
+                return Draw(((Resource.GPU, 1.0),), GPU_UPDATE_WEIGHT)
             case _:
                 return NOTHING
 
@@ -143,7 +155,7 @@ class Contention:
                 return self.hw.h2d_gbps
             case Resource.LINK_OUT:
                 return self.hw.d2h_gbps
-            case Resource.CORES:
+            case Resource.CORES | Resource.GPU:
                 return 1.0
             case Resource.GPU_LINK:
                 return self.hw.gpu_link_gbps

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from slidedp.compiler.choices import Choices
 from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.eventgraph import ZERO, EventGraph, Linear
+from slidedp.compiler.eventgraph import OFF, ZERO, EventGraph, Linear
 from slidedp.compiler.eventparts import Parts, Point, Weights, owner
 from slidedp.compiler.eventupdates import add_shared_rates, add_updates
 from slidedp.compiler.layergraph import LayerGraph, StageKind
@@ -117,7 +117,7 @@ def emit(parts: Parts, program: Program) -> None:
         for name in p.writes:
             if producer[name] == p.name:
                 parts.take_home(name, end)
-                update_on_gpu(parts, name)
+                update_on_gpu(parts, name, end, next(q.name for q in program.phases if name in {w[1] for w in q.reads}))
         for w in behind.get(p.name, ()):
             parts.deliver(w)
         move_activations(parts, p, end, reloads)
@@ -146,8 +146,15 @@ def duration(parts: Parts, p: Phase) -> Linear:
     return Linear(parts.costs.backward(stage) if p.kind is OpKind.BACKWARD else parts.costs.forward(p.stage))
 
 
-def update_on_gpu(parts: Parts, name: str) -> None:
-    group = parts.layers.group(name)
+def update_on_gpu(parts: Parts, name: str, produced: Point, first_reader: str) -> None:
+    """Collectives of resident state between the gradient and the next step's first reader, and the update's time of the GPU."""
+    group, chunks = parts.layers.group(name), parts.choices.defaults.of(name).return_chunks
+    shared = parts.each(name, "state", lambda o: parts.costs.share_resident(group, chunks) if o["state"] == "hbm" else 0)
+    if shared != ZERO:
+        there = parts.each(name, "state", lambda o: 0 if o["state"] == "hbm" else OFF)
+        done = parts.run(f"all_gather.resident.{name}", Stream.COMM, shared)
+        parts.wait(done.event, produced + there, f"gradient of {name}")
+        parts.wait(parts.ends[first_reader].event, done + there, f"resident weights of {name}", 1)
     us = parts.each(name, "state", lambda o: parts.costs.gpu_update(group).total_us if o["state"] == "hbm" else 0)
     if us != ZERO:
         parts.run(f"gpu_update.{name}", Stream.GPU, us)

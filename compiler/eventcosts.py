@@ -15,9 +15,6 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind, cut_chunks
 from slidedp.compiler.ops import Chunk, Op, OpKind, Ref, Stream
 
-HBM_UPDATE_BYTES_PER_PARAM = 28
-"""Device memory traffic of an update in HBM: FP32 master and two moments read and written, gradient read, weights written."""
-
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
@@ -113,10 +110,23 @@ class OptionCosts:
         return self._return(OpKind.CPU_UPDATE, Stream.CPU, group, o, lambda n: n // world * per_param)
 
     def gpu_update(self, group: Group) -> Chunked:
+        """Of this rank's part; on the GPU, from whose compute it takes its time wherever it runs."""
         chunk = Chunk(0, 1, trainable=True)
+        per_param = 24 + self.layers.grad_itemsize + self.layers.compute_itemsize
         op = Op(f"gpu_update.{group.name}.c0", OpKind.GPU_UPDATE, Stream.GPU, group.name, chunk,
-                bytes=group.num_trainable * HBM_UPDATE_BYTES_PER_PARAM)  # fmt: skip
+                bytes=group.num_trainable // self.layers.world_size * per_param)  # fmt: skip
         return Chunked(self.op_us(op))
+
+    def share_resident(self, group: Group, num_chunks: int) -> int:
+        """Of the collectives of a group whose state is in HBM: its gradient's reduction, and the gathering of what is new."""
+        world, o = self.layers.world_size, {"return_chunks": num_chunks}
+        if world == 1:
+            return 0
+        reduce = self._return(OpKind.REDUCE, Stream.COMM, group, o,
+                              lambda n: n // world * self.layers.grad_itemsize * (world - 1))  # fmt: skip
+        gather = self._return(OpKind.ALL_GATHER, Stream.COMM, group, o,
+                              lambda n: n // world * self.layers.compute_itemsize * (world - 1))  # fmt: skip
+        return reduce.total_us + gather.total_us
 
     def _return(self, kind: OpKind, stream: Stream, group: Group, o: Values, num_bytes: Callable[[int], int]) -> Chunked:
         op = Op(f"{kind}.{group.name}", kind, stream, group.name)

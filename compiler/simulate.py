@@ -180,6 +180,7 @@ class _Run:
     def resources(self, step_us: int) -> dict[Resource, float]:
         """The part of each that a step uses, fullest first."""
         work = work_us(self.draws, self.durations) if self.draws else {}
+        work.pop(Resource.GPU, None)  # the stream's own line
         return {r: us / step_us for r, us in sorted(work.items(), key=lambda item: -item[1])} if step_us else {}
 
     def took(self, node: int) -> float:

@@ -69,11 +69,13 @@ def solve(
     hint: Decisions | None = None,
     gap: float = GAP,
     time_limit: float = TIME_LIMIT,
+    near: bool = False,
 ) -> Solution:
     """A selection of `graph` under `rows` within `gap` of the best, or the best that is found. `graph` is in microseconds.
 
     `gap`: share of a step that more search must save. `hint`: an earlier plan; if it is within `gap` of the bound, it is kept as
-    it is. `time_limit`: deterministic seconds of CP-SAT.
+    it is. `time_limit`: deterministic seconds of CP-SAT. `near`: it looks around the structured plan only, at what is kept,
+    held and resident of each layer, but at no other route or chunks; the bound holds for all plans as it stands.
 
     Raises:
         ValueError: ortools is not installed, or no selection fits the memory rows (infeasible.py says why).
@@ -86,10 +88,11 @@ def solve(
     unit_us = max(1, period_of(graph, hinted or start) // RESOLUTION)
     scaled = graph.in_units_of(unit_us) if unit_us > 1 else graph
     best, period, bound = find_start(scaled, rows, hinted, gap)
-    proof = shortest_step(scaled, rows, best, period, bound, gap, time_limit)
+    proof = shortest_step(scaled, rows, best, period, bound, gap, time_limit, near)
     work = proof.work
     if proof.selection != best:
-        best, more = nearest_to_rule(scaled, rows, proof, gap, time_limit * SECOND_PHASE)
+        around = neighbourhood(graph, best) if near else None
+        best, more = nearest_to_rule(scaled, rows, proof, gap, time_limit * SECOND_PHASE, around)
         work += more
     cycle = max_cycle_ratio(graph, best)
     step_us = -(-cycle.ratio.numerator // cycle.ratio.denominator)
@@ -123,29 +126,47 @@ class Proof:
 
 
 def shortest_step(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...], period: int, bound: int, gap: float,
-                  time_limit: float) -> Proof:  # fmt: skip
+                  time_limit: float, near: bool = False) -> Proof:  # fmt: skip
     """CP-SAT from `best` on, whose selection is returned if nothing shorter by more than `gap` is found."""
     fits = feasible(rows, best)
     if fits and (period <= bound * (1 + gap) or time_limit < SHORTEST_RUN):
         return Proof(best, period, bound, "OPTIMAL" if period <= bound * (1 + gap) else "FEASIBLE", 0.0)
-    model = _Model(graph, rows, 2 * max(period, bound), bound)
+    around = neighbourhood(graph, best) if near and fits else None
+    model = _Model(graph, rows, 2 * max(period, bound), bound, around)
     model.minimise_period(best, period if fits else None)
     status, work = model.run(time_limit, gap)
     if status not in ("OPTIMAL", "FEASIBLE"):
-        raise ValueError(f"no plan fits the memory rows ({status.lower()})")
-    bound = max(bound, model.bound)
+        if not fits:
+            raise ValueError(f"no plan fits the memory rows ({status.lower()})")
+        return Proof(best, period, bound, "FEASIBLE", work)
+    if around is None:
+        bound = max(bound, model.bound)
     if not fits or model.period < period * (1 - gap):
         best, period = model.selection(), model.period
     return Proof(best, period, bound, status, work)
 
 
-def nearest_to_rule(
-    graph: EventGraph, rows: Sequence[MemoryRow], proof: Proof, gap: float, time_limit: float
-) -> tuple[tuple[int, ...], float]:
+def neighbourhood(graph: EventGraph, selection: Sequence[int]) -> list[set[int]]:
+    """For each family the options that differ from the chosen one in where things are, not in how they move."""
+    allowed = []
+    for family, chosen in zip(graph.choices.families, selection, strict=True):
+        every = range(len(family.options))
+        if family.name in ("weights", "gradients"):
+            base = family.options[chosen] or family.options[0]
+            allowed.append({o for o in every if all(base.get(k) == v for k, v in family.options[o].items() if k != "weights")})
+        else:
+            allowed.append(set(every))
+    return allowed
+
+
+def nearest_to_rule(graph: EventGraph, rows: Sequence[MemoryRow], proof: Proof, gap: float, time_limit: float,
+                    around: Sequence[set[int]] | None = None) -> tuple[tuple[int, ...], float]:
     """The second phase: of all plans within the gap, which are equally good as far as is proven, the plainest."""
     allowed = max(proof.period, int(proof.bound * (1 + gap)))
     best = simplify(graph, rows, proof.selection, allowed)
-    model = _Model(graph, rows, allowed, proof.bound)
+    if around is not None:
+        around = [options | {chosen} for options, chosen in zip(around, best, strict=True)]
+    model = _Model(graph, rows, allowed, proof.bound, around)
     model.minimise_departures(best, period_of(graph, best))
     status, work = model.run(time_limit, 0.05)
     return (model.selection() if status in ("OPTIMAL", "FEASIBLE") else best), work
@@ -162,12 +183,16 @@ def import_cp_model() -> Any:
 
 @dataclass
 class _Model:
-    """One CP-SAT model. `horizon`: the longest period worth a look, in the graph's units; `bound_before`: none is shorter."""
+    """One CP-SAT model. `horizon`: the longest period worth a look, in the graph's units; `bound_before`: none is shorter.
+
+    `around`: of each family the options that are offered; None: all.
+    """
 
     graph: EventGraph
     rows: Sequence[MemoryRow]
     horizon: int
     bound_before: int
+    around: Sequence[set[int]] | None = None
     changes: list[tuple[Any, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -186,11 +211,14 @@ class _Model:
         self.T = self.m.new_int_var(self.bound_before, self.horizon, "T")
         self.time = [self.m.new_int_var(0, self.latest, e.name) for e in self.graph.events]
         self.chosen: list[list[Any]] = []
-        for family in self.graph.choices.families:
+        for i, family in enumerate(self.graph.choices.families):
+            offered = self.around[i] if self.around else set(range(len(family.options)))
             names = [f"{family.group}.{family.name}={describe(option)}" for option in family.options]
-            bools = [self.m.new_bool_var(name) for name in names] if len(names) > 1 else [1]
-            if len(bools) > 1:
-                self.m.add_exactly_one(bools)
+            if len(offered) == 1:
+                bools: list[Any] = [int(o in offered) for o in range(len(names))]
+            else:
+                bools = [self.m.new_bool_var(name) if o in offered else 0 for o, name in enumerate(names)]
+                self.m.add_exactly_one([b for o, b in enumerate(bools) if o in offered])
             self.chosen.append(bools)
 
     def expression(self, linear: Linear) -> Any:
@@ -264,15 +292,16 @@ class _Model:
         """1 if neighbouring layers differ."""
         differs = self.m.new_bool_var(f"change {b}")
         for here, there in zip(self.chosen[a], self.chosen[b], strict=True):
-            self.m.add(differs >= here - there)
+            if not (isinstance(here, int) and isinstance(there, int)):
+                self.m.add(differs >= here - there)
         self.changes.append((differs, a, b))
         return differs
 
     def hint(self, selection: Sequence[int], period: int | None) -> None:
         """A start: the choices, and the times that go with them where the period is known."""
         for bools, chosen in zip(self.chosen, selection, strict=True):
-            if len(bools) > 1:
-                for o, b in enumerate(bools):
+            for o, b in enumerate(bools):
+                if not isinstance(b, int):
                     self.m.add_hint(b, int(o == chosen))
         if period is not None:
             self.m.add_hint(self.T, period)

@@ -117,8 +117,8 @@ class StructuredSearch:
 
     # ---- the search ----
 
-    def run(self) -> tuple[tuple[int, ...], int] | None:
-        """(selection, period in units); None if no shape fits."""
+    def run(self) -> Shape | None:
+        """The best shape that fits; None if none does."""
         best = next((s for s in map(self.filled, self.starts()) if s is not None), None)
         if best is None:
             return None
@@ -130,8 +130,7 @@ class StructuredSearch:
                 best = self.best_option(best, kind)
             if self.period(best) > before * (1 - FREE):
                 break
-        best = self.plainest(best)
-        return self.selection(best), self.period(best)
+        return self.plainest(best)
 
     def starts(self) -> Iterator[Shape]:
         """Shapes to start from, of which the first that fits is taken: state at home, or the host has no room for it."""
@@ -188,7 +187,9 @@ class StructuredSearch:
 
 def search_structured(graph: EventGraph, rows: Sequence[MemoryRow]) -> tuple[tuple[int, ...], int] | None:
     """The best structured selection that fits, and its period in units; None if none fits."""
-    return StructuredSearch(graph, rows).run()
+    search = StructuredSearch(graph, rows)
+    shape = search.run()
+    return (search.selection(shape), search.period(shape)) if shape else None
 
 
 def spread(place: int, count: int, places: int) -> bool:

@@ -47,7 +47,7 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
     if isinstance(policy, PlanFile):
         policy.require(layers)
         return AutoPlan(policy.decisions)
-    problem = problem_of(layers, settings, measurement or Measurement())
+    problem = problem_of(layers, settings, measurement)
     try:
         rule = rule_that_fits(layers, settings, problem)
     except BudgetError:  # no plan leaves the reserve of budgets.py free; some plan may do without
@@ -80,10 +80,10 @@ def head_chunks_before_costs(layers: LayerGraph, settings: Settings) -> int:
         return by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET)).head_chunks
 
 
-def problem_of(layers: LayerGraph, settings: Settings, measurement: Measurement) -> Problem:
+def problem_of(layers: LayerGraph, settings: Settings, measurement: Measurement | None = None) -> Problem:
     s = settings
     assert not isinstance(s.policy, PlanFile)
-    costs = s.cost_model_of(layers, measurement)
+    costs = s.cost_model_of(layers, measurement or Measurement())
     return Problem(
         layers, s.hw, costs, lambda decisions: simulate_decisions(layers, s, costs, decisions),
         room_to_fill(s.hw, s.hbm_budget),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from stacks import qwen3_4b, stack
 
+from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, resolve
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.defaults import default_decisions
@@ -161,11 +162,30 @@ def test_source_falls_back_to_cast_when_the_host_is_full() -> None:
         default_decisions(graph, hw, host_budget=10 * 2**30)
 
 
+def with_room(hw: HardwareProfile, num_bytes: int) -> int:
+    """The least budget of which the rule fills `num_bytes`."""
+    budget = num_bytes
+    while room_to_fill(hw, budget) < num_bytes:
+        budget += max(1, num_bytes - room_to_fill(hw, budget))
+    return budget
+
+
+def test_what_may_be_filled() -> None:
+    """92 % of a whole machine; of a user's budget all but 3 % and 1 GiB at least, but never less than that; all without a GPU."""
+    hw, cpu = load_profile("h200x1"), load_profile("cpu")
+    gib = 2**30
+    assert room_to_fill(hw, None) == room_to_fill(hw, 200 * gib) * 139 // 200 == int(0.92 * 139 * gib)
+    assert room_to_fill(hw, 100 * gib) == 97 * gib
+    assert room_to_fill(hw, 20 * gib) == 19 * gib
+    assert room_to_fill(hw, 5 * gib) == int(0.92 * 5 * gib)
+    assert room_to_fill(cpu, 5 * gib) == 5 * gib
+
+
 def test_window_shrinks_with_the_budget_then_says_what_is_missing() -> None:
     graph, hw = qwen3_4b(1), load_profile("h200x1")
     sizes = {w: estimate_memory(graph, replace(default_decisions(graph, hw), window=w)).hbm_bytes for w in (2, 3, 4)}
     for window, size in sizes.items():
-        assert default_decisions(graph, hw, hbm_budget=size).window == window
+        assert default_decisions(graph, hw, hbm_budget=with_room(hw, size)).window == window
     least = estimate_memory(graph, default_decisions(graph, hw, policy={"act": "recompute", "window": 2})).hbm_bytes
     message = r"Qwen3-4B: a window of 2 weight slots needs .* of HBM, 1 B more than the budget .*hbm_budget"
     with pytest.raises(ValueError, match=message):
@@ -175,7 +195,7 @@ def test_window_shrinks_with_the_budget_then_says_what_is_missing() -> None:
 def test_policy_is_kept_while_the_rule_fits_the_budget() -> None:
     graph, hw = qwen3_4b(1), load_profile("h200x1")
     small = default_decisions(graph, hw, policy={"window": 1, "grad_slots": 1})
-    budget = estimate_memory(graph, small).hbm_bytes
+    budget = with_room(hw, estimate_memory(graph, small).hbm_bytes)
     assert default_decisions(graph, hw, policy={"window": 1, "grad_slots": 1}, hbm_budget=budget) == small
     with pytest.raises(ValueError, match="a window of 4 weight slots"):
         default_decisions(graph, hw, policy={"window": 4}, hbm_budget=budget)

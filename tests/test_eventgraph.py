@@ -31,11 +31,16 @@ from slidedp.passes.pipeline import lower
 pytestmark = pytest.mark.null
 
 
+PLAIN = {"state": "host", "act": "recompute", "weights": "stream"}
+"""Everything travels: what is left to choose are routes, sources and chunks."""
+
+
 def costs_of(layers: LayerGraph, hw: HardwareProfile) -> OptionCosts:
     return OptionCosts(layers, hw, WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype)))
 
 
 def event_graph(layers: LayerGraph, hw: HardwareProfile, policy: Mapping[str, Any] | None = None, **kw: Any) -> EventGraph:
+    policy = {**PLAIN, **(policy or {})}
     choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy)
     return build_event_graph(layers, choices, costs_of(layers, hw), **kw)
 
@@ -172,10 +177,11 @@ def test_shared_rates_bind() -> None:
 
 def test_pins_leave_one_value() -> None:
     layers, hw = medium(4, 4), load_profile("h200x4")
-    policy = {"delivery": "sharded", "layers": {"L01": {"chunks": 3, "source": "cast"}, "epilogue": {"reduction": "cpu"}}}
+    policy = {"delivery": "sharded", "state": "host",
+              "layers": {"L01": {"chunks": 3, "source": "cast", "weights": "stream"}, "epilogue": {"reduction": "cpu"}}}
     pinned = pinned_fields(layers, default_decisions(layers, hw), policy)
-    assert pinned["L00"] == {"delivery"}
-    assert pinned["L01"] == {"delivery", "source", "delivery_chunks", "return_chunks"}
+    assert pinned["L00"] == {"delivery", "state"}
+    assert pinned["L01"] == {"delivery", "state", "source", "delivery_chunks", "return_chunks", "weights"}
     choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy)
     assert all(o["delivery"] == "sharded" for f in choices.families if f.name == "weights" for o in f.options)
     assert len(next(f for f in choices.families if f.key == ("L01", "weights")).options) == 1
@@ -203,7 +209,8 @@ def test_one_rank_has_no_routes() -> None:
 @pytest.mark.parametrize(("layers", "hw_name", "policy"), MODELS)
 def test_memory_rows_are_estimate_memory(layers: LayerGraph, hw_name: str, policy: dict[str, Any] | None) -> None:
     hw = load_profile(hw_name)
-    graph = event_graph(layers, hw, policy)
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy)
+    graph = build_event_graph(layers, choices, costs_of(layers, hw))
     rows = memory_rows(layers, graph.choices, hw.hbm_bytes, hw.host_bytes)
     rng = random.Random(3)
     families = graph.choices.families

@@ -127,7 +127,7 @@ def test_the_report_without_a_question() -> None:
     assert not report.notes
     changes = [abs(a.step_change_us) for a in report.alternatives if a.step_change_us is not None]
     assert changes == sorted(changes, reverse=True)
-    assert all(a.decision.startswith("*.") or a.decision in ("window", "grad_slots") for a in report.alternatives)
+    assert all(a.decision.startswith("*.") or a.decision in ("window", "grad_slots", "update") for a in report.alternatives)
     assert [a.value for a in report.alternatives if a.decision == "*.source"] == ["cast"]
     assert "bound by cpu_update" in str(report)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from stacks import stack
-from test_eventgraph import by_hand, costs_of, medium
+from test_eventgraph import PLAIN, by_hand, costs_of, medium
 
 from slidedp.compiler.choices import Choices, find_choices
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
@@ -40,7 +40,9 @@ pytestmark = pytest.mark.null
 def problem(layers: LayerGraph, hw: HardwareProfile, *, user: CostModel | None = None, policy: dict[str, Any] | None = None,
             chunk_counts: Sequence[int] = (1, 4), host_budget: int | None = None,
             hbm_budget: int | None = None) -> tuple[EventGraph, tuple[MemoryRow, ...]]:  # fmt: skip
+    """Of routes, sources and chunks, unless `policy` opens more: what the decisions under test are."""
     costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), user)
+    policy = {**PLAIN, **(policy or {})}
     choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, chunk_counts=chunk_counts)
     graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
     return graph, memory_rows(layers, choices, hbm_budget or hw.hbm_bytes, host_budget or hw.host_bytes)
@@ -99,6 +101,27 @@ def test_brute_force_finds_nothing_better(world_size: int, hw_name: str, room: f
     assert tried or graph.floor(solution.selection) >= target
     assert feasible(rows, solution.selection)
     assert solution.gap <= 1e-3
+
+
+def test_brute_force_finds_nothing_better_in_memory() -> None:
+    """The same of what is kept, held and resident, in HBM that has room for some of it."""
+    layers, hw = medium(2), load_profile("h200x1")
+    choices = find_choices(layers, default_decisions(layers, hw), {"chunks": 4, "source": "shadow"})
+    graph = build_event_graph(layers, choices, costs_of(layers, hw))
+    rows = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
+    least = rows[0].needed(fitting_start((replace(rows[0], budget=0), rows[1]), choices) or choices.default)
+    for room in (0, 16 * layers.group("L00").numel, 2**40):
+        some = (replace(rows[0], budget=least + room), rows[1])
+        solution = solve(graph, some, gap=0.0)
+        target = int(solution.step_us * (1 - 2e-4)) - 1
+        tried = 0
+        for selection in product(*(range(len(f.options)) for f in choices.families)):
+            linked = all((selection[k.a] == k.a_option) == (selection[k.b] == k.b_option) for k in choices.links)
+            if linked and feasible(some, selection):
+                tried += 1
+                assert not is_period(graph, selection, target), choices.decode(selection)
+        assert tried
+        assert feasible(some, solution.selection)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

@@ -1,6 +1,6 @@
 """How long plans take to solve, and how near to the best they are: 36 and 80 layers, with and without the earlier plan as a hint.
 
-    python examples/benchmarks/solver_bench.py             # all cases, about five minutes on two cores
+    python examples/benchmarks/solver_bench.py             # all cases, about two minutes on two cores
     python examples/benchmarks/solver_bench.py --layers 36
 
 No GPU and no weights: stacks of layers of the sizes of Qwen3-4B and Qwen2.5-72B, every family of decisions open. Columns: the
@@ -14,6 +14,8 @@ import argparse
 import time
 from dataclasses import replace
 
+from slidedp.autopolicy import LIMIT, TOLERANCE
+from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices
 from slidedp.compiler.costs import AnalyticCostModel, WithFallback
 from slidedp.compiler.decisions import Decisions
@@ -55,7 +57,8 @@ def run(num_layers: int, hw: HardwareProfile, batch: int, hint: Decisions | None
     choices = find_choices(layers, default_decisions(layers, hw))
     costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype))
     graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
-    solution = solve(graph, memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes), hint=hint)
+    rows = memory_rows(layers, choices, room_to_fill(hw, None), hw.host_bytes)
+    solution = solve(graph, rows, hint=hint, gap=TOLERANCE, time_limit=LIMIT, near=True)
     seconds = time.perf_counter() - clock, time.process_time() - process
     return solution, round(max_cycle_ratio(graph, choices.default).ratio), *seconds
 
