@@ -18,12 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 def test_profile_of_the_device(tmp_path):
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps some memory for each stream that it has worked on
     allocated = torch.cuda.memory_allocated()
     profile = measure_hardware(quick=True, cache_dir=tmp_path)
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    assert torch.cuda.memory_allocated() == allocated
+    assert torch.cuda.memory_allocated() - allocated <= 2**25, "more than cuBLAS' workspace of a stream is left"
     assert profile.gpu_name == torch.cuda.get_device_name()
     assert profile.num_gpus == 1
     assert profile.gpu_bf16_tflops > profile.gpu_fp32_tflops
