@@ -318,6 +318,7 @@ class _Model:
         """(status, deterministic seconds)."""
         p = self.solver.parameters
         p.num_workers, p.random_seed = 1, 0
+        p.catch_sigint_signal = False  # it would leave Ctrl-C to end the process without a KeyboardInterrupt
         p.max_deterministic_time, p.relative_gap_limit = time_limit, gap
         status = self.solver.solve(self.m)
         return self.solver.status_name(status), float(self.solver.response_proto.deterministic_time)
