@@ -170,7 +170,7 @@ def test_budgets_from_too_small_to_all_there_is() -> None:
     fitting = [p for p in points if not p.why]
     assert all(p.hbm_bytes <= plan.predictions.hbm_bytes for p in fitting)
     [here] = [p for p in points if p.label == format_bytes(plan.predictions.hbm_bytes)]
-    assert here.tokens_per_s == pytest.approx(plan.predictions.tokens_per_s, rel=1e-3)
+    assert here.tokens_per_s == pytest.approx(plan.predictions.tokens_per_s, rel=0.05), "all but the reserve of so small a budget"
 
 
 def test_batches_are_planned_anew(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
