@@ -186,7 +186,8 @@ def memory(width: int, layers: int) -> dict[str, int]:
 def train_once(rank: int, width: int, layers: int) -> slidedp.Plan:
     with torch.device("cpu" if rank == 0 else "meta"):
         gpt = PlainGPT(width=width, layers=layers)
-    plan = slidedp.compile(gpt, "cpu", policy={"source": "cast", "window": 1, "chunks": 4, "grad_slots": 1})
+    policy = {"source": "cast", "window": 1, "chunks": 4, "grad_slots": 1, "state": "host", "act": "recompute"}
+    plan = slidedp.compile(gpt, "cpu", policy=policy, solver="rule")
     plan.run(lm_batch())
     plan.synchronize()
     return plan
