@@ -64,7 +64,8 @@ def forward(bench: Bench, batch: dict[str, Tensor]) -> list[str]:
 def alive() -> dict[int, int]:
     """Bytes of every tensor's storage that this process holds, by storage."""
     gc.collect()
-    return {storage_of(o): o.untyped_storage().nbytes() for o in gc.get_objects() if type(o) is Tensor}
+    tensors = [o for o in gc.get_objects() if type(o) is Tensor and o.layout is torch.strided]  # sparse ones have no storage
+    return {storage_of(o): o.untyped_storage().nbytes() for o in tensors}
 
 
 def test_a_recomputed_layer_keeps_its_inputs_and_nothing_else() -> None:
