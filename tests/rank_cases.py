@@ -96,17 +96,12 @@ def against_plain_pytorch(num_steps: int) -> dict[str, float]:
 
 
 def datapaths(full: bool) -> dict[str, Any]:
-    """Digests of the same three steps over every route, source, chunking and window; all must be one.
-
-    `full`: every route and source with every chunking and with every window, in a Latin square; else one of each, in turns.
-    """
+    """Digests of the same three steps over every route, source, chunking and window; all must be one."""
     rank, world = start()
-    cuts = [(1, 1), (3, 7), (7, 3)] if full else [(3, 7)]
+    chunks = [(1, 1), (3, 7), (7, 3)] if full else [(3, 7)]
     windows = (2, 3, 99) if full else (2, 99)
     digests: dict[str, list[str]] = {}
-    routes = list(product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow")))
-    for (i, (d, r, s)), (j, (c, k)) in product(enumerate(routes), enumerate(cuts)):
-        w = windows[(i.bit_count() + j) % len(windows)]
+    for d, r, s, (c, k), w in product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow"), chunks, windows):
         policy = {"delivery": d, "reduction": r, "source": s, "delivery_chunks": c, "return_chunks": k, "window": w}
         got, _, _ = train(rank, world, 3, policy=policy)
         digests.setdefault(got.digest(), []).append(str(policy))

@@ -60,13 +60,13 @@ def undisturbed(plain_runs):
 
 @pytest.mark.parametrize("block", range(4))
 def test_random_delays_change_no_bit(plain_runs, block):
-    """30 seeds a block, 120 in all, over three policies; released slots are filled with NaN.
+    """50 seeds a block, 200 in all, over three policies; released slots are filled with NaN.
 
     Every kind of op that a policy's graph has is the slow one in some seeds of each block.
     """
     undisturbed, kinds_of = plain_runs
     slowed = [set() for _ in POLICIES]
-    for i, seed in enumerate(range(30 * block, 30 * block + 30)):
+    for i, seed in enumerate(range(50 * block, 50 * block + 50)):
         which = i % len(POLICIES)
         delays = Delays(kinds_of[which], turn=i // len(POLICIES), seed=seed)
         plan = plan_of(POLICIES[which], MachineOptions(delay=delays, poison=True))
