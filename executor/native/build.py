@@ -160,8 +160,10 @@ def _build(cpp_extension: Any, name: str, flags: list[str], folder: Path, librar
 def _flags() -> list[str]:
     # No contraction and no fast-math: see the head of elements.h. The two -fno flags only drop errno and trap handling,
     # without which sqrt and conditional moves do not vectorise; values are untouched.
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return ["-O3", native, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    # compilers prefer 256 bits to 512 on processors that would clock lower for it; this loop waits for memory, not the clock
+    native = ["-march=native", "-mprefer-vector-width=512"] if x86 else ["-mcpu=native"]
+    return ["-O3", *native, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def _key(flags: list[str]) -> str:
