@@ -223,8 +223,8 @@ class SlideTrainer(Trainer):
         """Remembers it: weights and moments are loaded into the plan, which comes with the first batch."""
         path = Path(resume_from_checkpoint)
         if not (path / MANIFEST).is_file():
-            raise ValueError(f"{path} is not a checkpoint that SlideTrainer can resume: it has no {MANIFEST}, and so no moments for "
-                             "a plan. To start from its weights, load them with from_pretrained")
+            raise ValueError(f"{path} is not a checkpoint that SlideTrainer can resume: it has no {MANIFEST}, and so no moments "
+                             "for a plan. To start from its weights, load them with from_pretrained")
         self._resume_from = path
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
