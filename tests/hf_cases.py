@@ -100,8 +100,8 @@ def train_and_resume(directory: str, num_rows: int, **changes: Any) -> list[dict
         args = arguments(Path(directory), max_steps=6, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3,
                          **changes)  # fmt: skip
         policy = {"delivery": "sharded"} if args.world_size > 1 else {}
-        made = trainer(SlideTrainer, family("llama", num_hidden_layers=2), args, train_dataset=rows(num_rows), eval_dataset=rows(7),
-                       plan_options={"update_kernel": "torch", "policy": policy})  # fmt: skip
+        made = trainer(SlideTrainer, family("llama", num_hidden_layers=2), args, train_dataset=rows(num_rows),
+                       eval_dataset=rows(7), plan_options={"update_kernel": "torch", "policy": policy})  # fmt: skip
         made.train(resume_from_checkpoint=str(Path(directory) / "checkpoint-3") if resume else None)
         sums = {name: value.double().abs().sum().item() for name, value in weights(made).items()}
         found.append({"history": history(made)[:-1], "evaluated": made.evaluate()["eval_loss"], "sums": sums})

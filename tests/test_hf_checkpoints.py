@@ -31,7 +31,8 @@ class Stop(TrainerCallback):
 
 
 def saving(directory, **changes):
-    return arguments(directory, save_strategy="steps", eval_strategy="steps", **{"save_steps": 4, "eval_steps": 4, **changes})
+    steps = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    return arguments(directory, **{**steps, **changes})
 
 
 @pytest.fixture(scope="module")
