@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 from ranks import RunRanks
+from tiny_models import family
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.cpu
 
@@ -63,3 +68,21 @@ def test_quickstart_trains_and_saves(tmp_path: Path) -> None:
     assert "the same weights" in output
     assert (tmp_path / "plan.yaml").stat().st_size > 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_hf_trainer_trains_and_resumes(tmp_path: Path) -> None:
+    """On a model small enough to take seconds, with a tokenizer that knows a hundred words."""
+    words = [f"w{i}" for i in range(100)]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    family("llama", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text(" ".join(words * 20))
+    given = ("--model", str(tmp_path / "model"), "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--seq", "16")
+    first = run_example("hf_trainer.py", *given, "--steps", "4", "--save-steps", "2")
+    again = run_example("hf_trainer.py", *given, "--steps", "6", "--save-steps", "2", "--resume")
+    assert "after step 4" in first
+    assert "after step 6" in again
+    assert first.count("'grad_norm'") == 4
+    assert again.count("'grad_norm'") == 2
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"checkpoint-4", "checkpoint-6", "model"}
