@@ -304,19 +304,18 @@ def delivered(model: nn.Module, device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    homes: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    homes: dict[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
 
     def deliver(module: nn.Module, _: Any) -> None:
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        homes[module] = [(t, t.data) for t in own]
-        for t in own:
-            t.data = t.data.to(device)
+        homes[module] = [(own, dict(own)) for own in (module._parameters, module._buffers)]
+        for own, home in homes[module]:
+            own.update({name: t.to(device) for name, t in home.items() if t is not None})
 
     def put_back(module: nn.Module, *_: Any) -> None:
-        for t, home in homes.pop(module, []):
-            t.data = home
+        for own, home in homes.pop(module, []):
+            own.update(home)
 
-    owners = [m for m in model.modules() if next(m.parameters(recurse=False), next(m.buffers(recurse=False), None)) is not None]
+    owners = [m for m in model.modules() if m._parameters or m._buffers]
     handles = [m.register_forward_pre_hook(deliver) for m in owners]
     handles += [m.register_forward_hook(put_back, always_call=True) for m in owners]
     try:

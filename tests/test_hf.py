@@ -23,7 +23,7 @@ from transformers import (
 from transformers.trainer_utils import SchedulerType
 
 import slidedp
-from slidedp.hf import SlideTrainer
+from slidedp.hf import SlideTrainer, delivered
 from slidedp.hf_arguments import adamw
 
 pytestmark = pytest.mark.cpu
@@ -147,6 +147,29 @@ def test_evaluate_and_predict(tmp_path):
             assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], abs=1e-6)
             for each in (plain, slide):
                 each.train()
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_visit_a_device_one_by_one(device):
+    """So logits are computed on a GPU. All parameters are what and where they were afterwards, also after a failure."""
+    model, ids = PlainGPT(layers=2), torch.randint(3, 100, (2, 8))
+
+    def state():
+        return {name: (id(t), t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+    before = state()
+    with torch.no_grad():
+        want = model(ids, ids)
+        with delivered(model, torch.device(device)):
+            got = model(ids.to(device), ids.to(device))
+            with pytest.raises(TypeError):
+                model(ids)
+            with pytest.raises(ValueError, match="unpack"):
+                model.blocks[0](torch.zeros(3, device=device))
+        assert got.device.type == device
+        assert device == "meta" or torch.allclose(got.cpu(), want, atol=1e-3)
+        assert torch.equal(model(ids, ids), want)
+    assert state() == before
 
 
 class Interferes(TrainerCallback):

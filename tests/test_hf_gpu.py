@@ -9,7 +9,7 @@ from hf_cases import arguments, history, rows, trainer
 from tiny_models import family
 from transformers import Trainer
 
-from slidedp.hf import SlideTrainer, delivered
+from slidedp.hf import SlideTrainer
 
 pytestmark = pytest.mark.gpu
 
@@ -25,8 +25,8 @@ def test_beside_trainer_on_the_same_device(tmp_path, name):
     for kind in (Trainer, SlideTrainer):
         args = arguments(tmp_path / kind.__name__, use_cpu=False, eval_strategy="steps", eval_steps=4, save_strategy="steps",
                          save_steps=5)  # fmt: skip
-        made.append(trainer(kind, family(name), args, compute_metrics=accuracy, plan_options={}) if kind is SlideTrainer
-                    else trainer(kind, family(name), args, compute_metrics=accuracy))
+        own = {"plan_options": {}} if kind is SlideTrainer else {}
+        made.append(trainer(kind, family(name), args, compute_metrics=accuracy, **own))
         made[-1].train()
     plain, slide = made
     assert slide.plan._settings.device.type == "cuda"
@@ -49,21 +49,3 @@ def test_bf16(tmp_path):
     metrics = made.evaluate()
     made.compute_metrics = None
     assert made.evaluate()["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-2)  # the plan's, and the module's
-
-
-def test_delivered_puts_every_parameter_back(tmp_path):
-    """The same objects at the same addresses, also when the forward fails; inputs and outputs are on the device."""
-    model = family("qwen3").eval()
-    ids = torch.randint(3, 100, (2, 8))
-    before = {name: (t, t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    with torch.no_grad():
-        want = model(input_ids=ids).logits
-        with delivered(model, torch.device("cuda")):
-            got = model(input_ids=ids.cuda()).logits
-        with delivered(model, torch.device("cuda")), pytest.raises(RuntimeError):
-            model(input_ids=ids)
-    assert got.device.type == "cuda"
-    assert torch.allclose(got.cpu(), want, atol=1e-3)
-    after = {name: (t, t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    assert all(after[name][0] is t and after[name][1] == at for name, (t, at) in before.items())
-    assert all(t.device.type == "cpu" for t, _ in after.values())
