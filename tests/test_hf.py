@@ -108,6 +108,19 @@ def test_early_stopping(tmp_path):
     assert differing(weights(slide), weights(plain)) == []
 
 
+@pytest.mark.skipif(not hasattr(slidedp.batch, "micro_batches"), reason="plan.run does not take micro-batches yet")
+def test_gradient_accumulation(tmp_path):
+    """Steps of three micro-batches, of the two that are left at an epoch's end, and of rows of other lengths: events too."""
+    data = [{key: value[: 10 - i // 8] for key, value in row.items()} for i, row in enumerate(rows(32))]
+    args = {"gradient_accumulation_steps": 3, "max_steps": 7, "eval_strategy": "epoch"}
+    plain, slide = both(tmp_path, args=args, train_dataset=data, callbacks=[Recorder()])
+    events = [next(c for c in t.callback_handler.callbacks if isinstance(c, Recorder)).events for t in (plain, slide)]
+    assert [e[:2] for e in events[1]] == [e[:2] for e in events[0]]
+    assert sum(e[0] == "on_substep_end" for e in events[1]) == 7 * 2 - 2
+    for mine, theirs in zip(history(slide), history(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
 class Looks(TrainerCallback):
     """Keeps what the model holds after each step."""
 
