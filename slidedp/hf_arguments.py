@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -122,9 +122,10 @@ def refuse_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"plan_options[{name!r}] is not an argument of slidedp.compile; there are {', '.join(known)}")
 
 
-def adamw(args: TrainingArguments, model: nn.Module, decaying: list[str]) -> AdamW:
+def adamw(args: TrainingArguments, model: nn.Module, decaying: Iterable[str]) -> AdamW:
     """The optimizer that `args` describe; of `model`'s parameters those named in `decaying` get weight decay."""
-    exempt = tuple(f"^{name}$" for name, _ in model.named_parameters() if name not in set(decaying))
+    decaying = set(decaying)
+    exempt = tuple(f"^{name}$" for name, _ in model.named_parameters() if name not in decaying)
     return AdamW(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon,
                  weight_decay=args.weight_decay, no_decay=exempt)
 

@@ -93,22 +93,23 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
 # ---- run by ranks ----
 
 
-def train_and_resume(directory: str, num_rows: int, **changes: Any) -> list[dict[str, Any]]:
-    """What six steps log and the sums of the weights they leave: uninterrupted, and resumed after the third."""
-    found = []
-    for resume in (False, True):
-        args = arguments(Path(directory), max_steps=6, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3,
-                         **changes)  # fmt: skip
-        policy = {"delivery": "sharded"} if args.world_size > 1 else {}
-        made = trainer(SlideTrainer, family("llama", num_hidden_layers=2), args, train_dataset=rows(num_rows),
-                       eval_dataset=rows(7), plan_options={"update_kernel": "torch", "policy": policy})  # fmt: skip
-        made.train(resume_from_checkpoint=str(Path(directory) / "checkpoint-3") if resume else None)
-        sums = {name: value.double().abs().sum().item() for name, value in weights(made).items()}
-        found.append({"history": history(made)[:-1], "evaluated": made.evaluate()["eval_loss"], "sums": sums})
-        made.close()
+def train_six_steps(directory: str, num_rows: int, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    """What six steps on so many rows log, an evaluation, and the sums of the weights they leave; `resume`: after the third."""
+    args = arguments(Path(directory), max_steps=6, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3,
+                     **changes)  # fmt: skip
+    policy = {"delivery": "sharded"} if args.world_size > 1 else {}
+    with torch.device("meta" if args.process_index else "cpu"):  # rank 0's weights are everyone's
+        model = family("llama", num_hidden_layers=2)
+    made = trainer(SlideTrainer, model, args, train_dataset=rows(num_rows), eval_dataset=rows(7),
+                   plan_options={"update_kernel": "torch", "policy": policy})  # fmt: skip
+    made.train(resume_from_checkpoint=str(Path(directory) / "checkpoint-3") if resume else None)
+    found = {"history": history(made)[:-1], "evaluated": made.evaluate()["eval_loss"],
+             "sums": {name: value.double().abs().sum().item() for name, value in weights(made).items()}}  # fmt: skip
+    made.close()
     return found
 
 
-def train_on_ranks(directory: str, options: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def train_on_ranks(directory: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of 16 rows, which fill every batch of all ranks, and of 13, which do not."""
-    return [train_and_resume(f"{directory}/{count}", count, **options) for count in (16, 13)]
+    even, uneven = (train_six_steps(f"{directory}/{count}", count, **options) for count in (16, 13))
+    return {"even": even, "uneven": uneven, "resumed": train_six_steps(f"{directory}/13", 13, resume=True, **options)}
