@@ -44,9 +44,9 @@ class SlideTrainer(Trainer):
     `host_budget`, …). Under torchrun every rank trains on its share of each batch. :attr:`plan` is there from the first batch on.
 
     Different from Trainer: the loss of a step is the mean over all valid tokens of its micro-batches and ranks, for every model;
-    a step whose loss or gradient is NaN or Inf is left out as a whole, its place in the schedule too; gradients are never on the
-    model. A callback of yours may look at the model: each of its events first waits for pending updates, unless it has an
-    attribute ``reads_model = False``.
+    a step whose loss or gradient is NaN or Inf is left out as a whole, its place in the schedule too; evaluations draw no random
+    number that training would miss; gradients are never on the model. A callback of yours may look at the model: each of its
+    events first waits for pending updates, unless it has an attribute ``reads_model = False``.
 
     Raises ValueError for an argument that it would not honour; says which, and the remedy.
     """

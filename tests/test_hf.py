@@ -12,6 +12,8 @@ import pytest
 import torch
 from hf_cases import Recorder, arguments, bits, differing, dropping, history, rows, trainer, weights
 from tiny_models import PlainGPT, family
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     EarlyStoppingCallback,
@@ -24,7 +26,7 @@ from transformers.trainer_utils import SchedulerType
 
 import slidedp
 from slidedp.hf import SlideTrainer, delivered
-from slidedp.hf_arguments import adamw
+from slidedp.hf_arguments import adamw, refuse_arguments
 
 pytestmark = pytest.mark.cpu
 
@@ -108,12 +110,30 @@ def test_early_stopping(tmp_path):
     assert differing(weights(slide), weights(plain)) == []
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(rows(9))
+
+
+def test_a_stream_of_rows(tmp_path):
+    """Without a length: epochs end where it ends, one row short of a batch."""
+    plain, slide = both(tmp_path, args={"max_steps": 5, "eval_on_start": True, "eval_strategy": "steps"}, train_dataset=Stream())
+    for mine, theirs in zip(history(slide), history(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def to_longest(features):
+    """Rows padded to the longest of their batch."""
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {key: pad_sequence([f[key] for f in features], batch_first=True, padding_value=fill[key]) for key in fill}
+
+
 @pytest.mark.skipif(not hasattr(slidedp.batch, "micro_batches"), reason="plan.run does not take micro-batches yet")
 def test_gradient_accumulation(tmp_path):
     """Steps of three micro-batches, of the two that are left at an epoch's end, and of rows of other lengths: events too."""
-    data = [{key: value[: 10 - i // 8] for key, value in row.items()} for i, row in enumerate(rows(32))]
+    data = [{key: value[: 10 - i % 5 // 4] for key, value in row.items()} for i, row in enumerate(rows(32))]
     args = {"gradient_accumulation_steps": 3, "max_steps": 7, "eval_strategy": "epoch"}
-    plain, slide = both(tmp_path, args=args, train_dataset=data, callbacks=[Recorder()])
+    plain, slide = both(tmp_path, args=args, train_dataset=data, data_collator=to_longest, callbacks=[Recorder()])
     events = [next(c for c in t.callback_handler.callbacks if isinstance(c, Recorder)).events for t in (plain, slide)]
     assert [e[:2] for e in events[1]] == [e[:2] for e in events[0]]
     assert sum(e[0] == "on_substep_end" for e in events[1]) == 7 * 2 - 2
@@ -147,9 +167,8 @@ def test_evaluate_and_predict(tmp_path):
     def pair(**given):
         return [trainer(kind, LLAMA, arguments(tmp_path, max_steps=3), **given) for kind in (Trainer, SlideTrainer)]
 
-    pairs = [pair(), pair(compute_metrics=accuracy)]
-    for _ in range(2):
-        for plain, slide in pairs:
+    for plain, slide in (pair(), pair(compute_metrics=accuracy)):
+        for train in (True, False):
             want, got = plain.evaluate(), slide.evaluate()
             assert got.keys() == want.keys()
             assert got["eval_loss"] == pytest.approx(want["eval_loss"], abs=1e-6)
@@ -158,7 +177,7 @@ def test_evaluate_and_predict(tmp_path):
             assert np.allclose(got.predictions, want.predictions, atol=1e-6)
             assert np.array_equal(got.label_ids, want.label_ids)
             assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], abs=1e-6)
-            for each in (plain, slide):
+            for each in (plain, slide) if train else ():
                 each.train()
 
 
@@ -281,6 +300,22 @@ def test_refused_arguments_that_need_other_machines_to_be_made(tmp_path, name, v
     setattr(args, name, value)
     with pytest.raises(ValueError, match=f"{name}=.*not supported by SlideTrainer"):
         trainer(SlideTrainer, LLAMA, args)
+
+
+class OfTwoRanks(TrainingArguments):
+    world_size = property(lambda self: 2)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+    ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
+    ({}, r"2 GPUs in one process.*torchrun --nproc-per-node 2"),
+])  # fmt: skip
+def test_refused_on_several_ranks_or_gpus(tmp_path, changes, said):
+    args = OfTwoRanks(str(tmp_path), use_cpu=True, **changes)
+    args._n_gpu = 1 if changes else 2
+    with pytest.raises(ValueError, match=said):
+        refuse_arguments(args)
 
 
 class OwnLoss(SlideTrainer):
