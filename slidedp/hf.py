@@ -151,10 +151,11 @@ class SlideTrainer(Trainer):
 
     # ---- training ----
 
-    def train(self, *args: Any, **keywords: Any) -> Any:
-        """As Trainer's. The model has its new weights when it returns."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **keywords: Any) -> Any:
+        """As Trainer's; True resumes from the newest checkpoint that is undamaged. The model has its new weights afterwards."""
         self._micro_batches = []
-        output = super().train(*args, **keywords)
+        path = hf_checkpoints.newest(self) if resume_from_checkpoint is True else resume_from_checkpoint
+        output = super().train(path, *others, **keywords)
         if self.plan is not None:
             self.plan.synchronize()
         return output

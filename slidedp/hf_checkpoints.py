@@ -9,15 +9,17 @@ only, whenever the process is killed. `from_pretrained` loads it.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from slidedp.checkpoints import on_all
-from slidedp.executor.checkpoint_files import FileLayer
+from slidedp.executor.checkpoint_files import MANIFEST, CheckpointError, FileLayer, damage, read_manifest
 
 if TYPE_CHECKING:
     from slidedp.hf import SlideTrainer
@@ -55,6 +57,25 @@ def save(trainer: SlideTrainer) -> None:
     on_all(collectives, lambda: publish() if first else None)
     if args.push_to_hub:
         trainer._push_from_checkpoint(str(target))
+
+
+def newest(trainer: SlideTrainer) -> str:
+    """The newest checkpoint of the output directory whose files are what they were written as; warns of newer ones. Collective.
+
+    One without a manifest is returned, too: it is not damaged, but no plan's. Raises ValueError when there is none.
+    """
+    run, args = Path(trainer._get_output_dir(None)), trainer.args
+    for path in map(Path, reversed(sort_checkpoints(str(run)) if run.is_dir() else [])):
+        try:
+            manifest = read_manifest(path) if (path / MANIFEST).exists() else None
+            wrong = None if manifest is None else damage(path, manifest, args.process_index, args.world_size)
+        except CheckpointError as e:
+            wrong = str(e)
+        if not trainer.accelerator.gather(torch.tensor([int(wrong is not None)], device=args.device)).any():
+            return str(path)
+        wrong = wrong or "as another rank found"
+        warnings.warn(f"checkpoint {path} is damaged ({wrong}); trying the one before it", stacklevel=3)
+    raise ValueError(f"{run} holds no whole checkpoint to resume from: give resume_from_checkpoint=False, or another output_dir")
 
 
 def write_state(trainer: SlideTrainer, partial: Path) -> Path:

@@ -94,7 +94,7 @@ for _event in [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
 def train_six_steps(directory: str, num_rows: int, resume: bool = False, **changes: Any) -> dict[str, Any]:
-    """What six steps on so many rows log, an evaluation, and the sums of the weights they leave; `resume`: after the third."""
+    """What six steps on so many rows log, an evaluation, and the sums of the weights they leave; `resume`: from the newest."""
     args = arguments(Path(directory), max_steps=6, save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3,
                      **changes)  # fmt: skip
     policy = {"delivery": "sharded"} if args.world_size > 1 else {}
@@ -102,7 +102,7 @@ def train_six_steps(directory: str, num_rows: int, resume: bool = False, **chang
         model = family("llama", num_hidden_layers=2)
     made = trainer(SlideTrainer, model, args, train_dataset=rows(num_rows), eval_dataset=rows(7),
                    plan_options={"update_kernel": "torch", "policy": policy})  # fmt: skip
-    made.train(resume_from_checkpoint=str(Path(directory) / "checkpoint-3") if resume else None)
+    made.train(resume_from_checkpoint=resume)
     found = {"history": history(made)[:-1], "evaluated": made.evaluate()["eval_loss"],
              "sums": {name: value.double().abs().sum().item() for name, value in weights(made).items()}}  # fmt: skip
     made.close()
@@ -112,4 +112,7 @@ def train_six_steps(directory: str, num_rows: int, resume: bool = False, **chang
 def train_on_ranks(directory: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of 16 rows, which fill every batch of all ranks, and of 13, which do not."""
     even, uneven = (train_six_steps(f"{directory}/{count}", count, **options) for count in (16, 13))
+    if torch.distributed.get_rank() == 0:
+        next(Path(directory, "13", "checkpoint-6").glob("moments-*")).write_text("damaged")
+    torch.distributed.barrier()
     return {"even": even, "uneven": uneven, "resumed": train_six_steps(f"{directory}/13", 13, resume=True, **options)}

@@ -123,13 +123,21 @@ def test_weights_alone(tmp_path):
         trainer(SlideTrainer, dropping(), saving(tmp_path)).train(resume_from_checkpoint=True)
 
 
-def test_a_damaged_one_is_named(uninterrupted, tmp_path):
-    path = tmp_path / "checkpoint-6"
-    shutil.copytree(uninterrupted[1] / "checkpoint-6", path)
-    moments = next(path.glob("moments-*"))
+def test_a_damaged_one_is_named_and_the_one_before_it_used(uninterrupted, tmp_path):
+    want, directory = uninterrupted
+    for step in (6, 8):
+        shutil.copytree(directory / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    moments = next((tmp_path / "checkpoint-8").glob("moments-*"))
     moments.write_bytes(moments.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="checkpoint-6 is damaged"), pytest.raises(ValueError, match="moments-00001"):
-        trainer(SlideTrainer, dropping(), saving(tmp_path), train_dataset=rows(16)).train(resume_from_checkpoint=True)
+    again = trainer(SlideTrainer, dropping(seed=5), saving(tmp_path, save_steps=2), train_dataset=rows(16))
+    with pytest.warns(UserWarning, match="checkpoint-8 is damaged .moments-00001.*trying the one before"):
+        again.train(resume_from_checkpoint=True)
+    assert differing(bits(again), bits(want)) == []
+    (tmp_path / "checkpoint-8" / "manifest.json").write_text("{")
+    with pytest.warns(UserWarning, match="checkpoint-8 is damaged"), pytest.raises(ValueError, match="manifest"):
+        trainer(SlideTrainer, dropping(), saving(tmp_path)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        trainer(SlideTrainer, dropping(), saving(tmp_path / "elsewhere")).train(resume_from_checkpoint=True)
 
 
 class Killed(BaseException):
@@ -212,7 +220,8 @@ def test_a_second_run_into_the_same_directory(tmp_path):
 
 
 def test_ranks(run_ranks, tmp_path):
-    """Two ranks of 2 rows are one of 4: accelerate deals the rows out, and fills an uneven end up. Resumed, nobody sees it."""
+    """Two ranks of 2 rows are one of 4: accelerate deals the rows out, and fills an uneven end up. Resumed (from
+    the checkpoint before a damaged one), nobody sees it."""
     options = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     first, second = (r.value for r in run_ranks(train_on_ranks, 2, str(tmp_path), options, timeout=120))
     assert first == second
