@@ -46,6 +46,7 @@ class Interpreter:
         self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
         self.rank, self.world = machine.rank, machine.world_size
         self.op_names = tuple(op.name for op in graph.ops)
+        self.has_run = False
         self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
@@ -121,6 +122,7 @@ class Interpreter:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
         self.machine.last_published |= dict.fromkeys(self.published, step.number)
+        self.has_run = True
 
     # ---- where things are ----
 

@@ -91,7 +91,7 @@ class Machine:
             barrier=collectives.barrier, host_budget=host_budget)
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
-        self.failure = Failure(self.streams, self.words)
+        self.failure = Failure(self.streams, self.words, self.options, DRAINED)
         try:
             self.start(layers, graph, decisions, compute_dtype, grad_dtype)
         except BaseException as e:
@@ -208,6 +208,7 @@ class Machine:
         """Every rank's values, by rank. Collective; the first thing of a step, so that none issues what another does not."""
         self.raise_failure()
         self.num_turns += 1
+        self.failure.arrive(self.num_turns)
         try:
             return self.words.exchange(self.num_turns, values, self.failure.check)
         except (PeerError, Aborted) as e:
@@ -230,6 +231,7 @@ class Machine:
         if step.training and self.resident:
             self.resident.newest = step.turn
         step.op_names = interpreter.op_names
+        self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
         try:
             interpreter.run(step, previous)
             self.when_drained(interpreter, step)

@@ -19,7 +19,7 @@ from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
-from slidedp.executor.options import MachineOptions, update_threads
+from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S, MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
 from slidedp.planner import DTYPE_NAMES, Settings
@@ -51,6 +51,8 @@ def compile(
     solver: str = "cp-sat",
     hint: PlanFile | str | Path | None = None,
     cache_dir: str | Path | None = None,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    peer_absence_s: float = PEER_ABSENCE_S,
 ) -> Plan:
     """Plan full-parameter training of `model`; the returned plan's `run(batch)` is one synchronous optimizer step.
 
@@ -81,6 +83,10 @@ def compile(
         solver: "cp-sat" (never worse than the rule, in simulation; tiny steps are left to it) or "rule". Rank 0 decides for all.
         hint: an earlier plan to start from, and to keep if it is as good as proven best.
         cache_dir: where measurements and solved plans are kept: default $SLIDEDP_CACHE, else ``~/.cache/slidedp``; "": nowhere.
+        peer_timeout_s: of several ranks: seconds without any op done, on any rank, after which a step hangs: all ranks then
+            raise a PeerError that names the rank at fault and the op that it is in. inf: wait for ever.
+        peer_absence_s: the same for a rank that does not call `run` while others wait in theirs, for whatever reason of its own
+            (evaluation, saving, loading data); after `peer_timeout_s` a message tells where it is. At least as long as that.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -104,6 +110,7 @@ def compile(
         raise ValueError(f"num_threads={num_threads!r}: a positive number of CPU threads for the update")
     if update_kernel not in ("auto", "native", "torch"):
         raise ValueError(f"update_kernel={update_kernel!r}: use 'auto', 'native' or 'torch'")
+    check_patience(peer_timeout_s, peer_absence_s)
     pins = load_policy(policy)
     if skip or max_grad_norm is not None:
         pins = deferred(pins)
@@ -117,7 +124,8 @@ def compile(
         cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
         solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint))
     options = MachineOptions(update_kernel, num_threads, skip_nonfinite=skip,
-                             max_grad_norm=None if max_grad_norm is None else float(max_grad_norm))
+                             max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
+                             peer_timeout_s=float(peer_timeout_s), peer_absence_s=float(peer_absence_s))
     return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
 
 
@@ -128,6 +136,12 @@ def deferred(policy: Mapping[str, Any] | PlanFile | None) -> Mapping[str, Any] |
         raise ValueError("clipping, and leaving out steps that are not finite, need the norm of all gradients before any update, "
                          "but the policy has update: in_backward; set `update: deferred` in it")
     return policy if isinstance(policy, PlanFile) else {**(policy or {}), "update": pinned}
+
+
+def check_patience(peer_timeout_s: float, peer_absence_s: float) -> None:
+    for name, seconds in (("peer_timeout_s", peer_timeout_s), ("peer_absence_s", peer_absence_s)):
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"{name}={seconds!r}: a positive number of seconds, inf to wait for ever")
 
 
 def check_solver(solver: str) -> str:

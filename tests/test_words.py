@@ -167,7 +167,7 @@ def test_a_rank_that_closed_is_not_waited_for(make_ranks):
     second.store(second.alive[1], 0, LEFT)
     first.publish(0, 1)
     first.wait(0, 1)  # it had done this before it left
-    with pytest.raises(PeerError, match=r"rank 1 has closed its plan while rank 0 still waits"):
+    with pytest.raises(PeerError, match=r"rank 1 has closed its plan after step 0 while rank 0 still waits"):
         first.wait(0, 2)
 
 
