@@ -189,9 +189,14 @@ class HostState:
         """
         buffer = Buffer(buffer)
         assert buffer is not Buffer.RAW_GRAD
-        flat = getattr(self, buffer)[group]
+        flat = self.flat(buffer, group)
         everything = buffer in (Buffer.MASTER, Buffer.SHADOW)
         return [shaped(flat, p) for p in self.groups[group].params if everything or p.trainable]
+
+    def flat(self, buffer: Buffer, group: str) -> Tensor:
+        """A group's flat buffer as it is now; any but the raw gradients. Raises KeyError when the group has no such buffer."""
+        tensors: dict[str, Tensor] = getattr(self, buffer)
+        return tensors[group]
 
     def load(self, values: Mapping[str, Tensor], check: Check | None = None) -> None:
         """Rank 0 writes the parameters' values into the masters and casts the shadows; the other ranks wait for it.

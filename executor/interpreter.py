@@ -9,7 +9,7 @@ Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,9 +45,10 @@ class Interpreter:
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, runner: StageRunner) -> None:
         self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
         self.rank, self.world = machine.rank, machine.world_size
-        self.op_names = tuple(op.name for op in graph.ops)
+        self.op_names = tuple(op.name for op in graph.ops if op.kind is not OpKind.SNAPSHOT)  # no later step waits for it
         self.has_run = False
         self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
+        self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
@@ -115,14 +116,28 @@ class Interpreter:
             if updates is not None and op.name in self.bound:
                 ticket = updates.submit(op, *self.bound[op.name], waits, expected)
             else:
-                gate = partial(self.machine.ranks_have, expected) if across else None
-                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
-                                                   need_done=op.name in self.watched)
+                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=self.gate(op, expected),
+                                                   deadline=op.deadline, need_done=op.name in self.watched)
             if op.name in self.published:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
+            if self.snapshots:
+                self.watch_stall(waits)
         self.machine.last_published |= dict.fromkeys(self.published, step.number)
         self.has_run = True
+
+    def gate(self, op: Op, expected: Sequence[tuple[int, int]]) -> Callable[[], bool] | None:
+        """What an op also waits for, asked again and again: other ranks, or a save's buffer."""
+        if op.kind is OpKind.SNAPSHOT:
+            snapshot = self.machine.saves.reading
+            return None if snapshot is None else partial(snapshot.has_room, op.layer, *self.span(op.reads[0]))
+        return partial(self.machine.ranks_have, expected) if expected else None
+
+    def watch_stall(self, waits: Sequence[Ticket]) -> None:
+        """A save counts how long an update that has all else waits for its snapshot."""
+        held, snapshot = [t for t in waits if t.name in self.snapshots], self.machine.saves.reading
+        if held and snapshot is not None:
+            snapshot.stall.watch([t for t in waits if t is not held[0]], held[0])
 
     # ---- where things are ----
 
@@ -336,6 +351,15 @@ class Interpreter:
         def task(step: Step) -> None:
             total = clipping.total_of(step.home_norms[0], order, step.number) if order else clipping.total(step.number)
             step.keep_clip(clipping.decide(total, step))
+
+        return task
+
+    def snapshot(self, op: Op) -> Task:
+        (lo, hi), group, saves = self.span(op.reads[0]), op.layer, self.machine.saves
+
+        def task(step: Step) -> None:
+            if (snapshot := saves.reading) is not None:
+                snapshot.read(group, lo, hi)
 
         return task
 

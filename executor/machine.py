@@ -7,6 +7,7 @@
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Failure             what waits look at, and which error is raised (failure.py)
+      Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph and specialisation, made before its first step
 """
 
@@ -38,6 +39,7 @@ from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
+from slidedp.executor.saving import Saves
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
 from slidedp.executor.step_updates import StepUpdates, noting
@@ -92,6 +94,7 @@ class Machine:
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
+        self.saves = Saves(collectives, self.failure, self.counters)
         try:
             self.start(layers, graph, decisions, compute_dtype, grad_dtype)
         except BaseException as e:
@@ -389,6 +392,7 @@ class Machine:
                 self.show_resident()
         finally:
             healthy = self.streams.error is None
+            failed_save = self.saves.end(healthy=healthy)
             self.streams.close()
             self.backend.drain()  # a copy may still be under way, into memory that is about to go
             self.closed = True
@@ -398,6 +402,7 @@ class Machine:
             self.binding.restore()
             self.backend.close()
             if healthy:
+                self.saves.close()
                 self.collectives.close()  # else a peer may be stuck in it, and so would we
             self.failure.watchdog.stop()
             self.binding.release(self.state.close())
@@ -406,3 +411,5 @@ class Machine:
             self.interpreters.clear()
         if unreported:
             raise self.failure.cause()
+        if failed_save is not None:
+            raise failed_save

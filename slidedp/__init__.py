@@ -19,6 +19,7 @@ from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile import PlanFile
 from slidedp.executor.adam import NonFiniteGradient
 from slidedp.executor.checkpoint_files import CheckpointError
+from slidedp.executor.saving import SaveHandle
 from slidedp.executor.segment import HostMemoryError
 from slidedp.executor.step import NonFiniteLoss, StepResult
 from slidedp.executor.words import PeerError
@@ -46,6 +47,7 @@ __all__ = [
     "PlanDiff",
     "PlanFile",
     "Report",
+    "SaveHandle",
     "StepResult",
     "TraceError",
     "VerifyError",

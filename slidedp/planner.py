@@ -35,6 +35,7 @@ from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trac
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
+from slidedp.passes.snapshot import Snapshot
 
 OWN_BUSINESS = frozenset({OpKind.RECOMPUTE, OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD})
 
@@ -89,6 +90,11 @@ class Specialisation:
     def graph(self) -> OpGraph:
         """The graph of a training step."""
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget)
+
+    @cached_property
+    def saving_graph(self) -> OpGraph:
+        """The same, for a step while a save reads the state that it overwrites."""
+        return Snapshot(self.layers, self.decisions).run(self.graph)
 
     @cached_property
     def forward_graph(self) -> OpGraph:
