@@ -15,17 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slidedp.executor.hangs import Hangs
-from slidedp.executor.pulse import Pulse, place_of
+from slidedp.executor.pulse import Pulse, is_in_a_call, place_of
 from slidedp.executor.words import LEFT, AbortReason, PeerError, Words
 
 
 class Watchdog:
     """Watches the other ranks from a daemon thread, every `interval_s`.
 
-    A dead or hung peer or an abort record makes `check` raise PeerError. If the peer is dead, or a rank (this one too) hangs,
-    and the thread that made the watchdog has not noticed `grace_s` later (it is stuck inside a library), or has ended while
-    its process has not (at exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with
-    status 1.
+    A dead or hung peer or an abort record makes `check` raise PeerError. If the peer is dead and the thread that made the
+    watchdog has not noticed `grace_s` later (it is stuck inside a library), or has ended while its process has not (at
+    exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with status 1. So it does if
+    a rank hangs, but not while this rank is in its caller's code: that may be worth something, and will notice when it calls.
 
     `hangs`, `pulse`: to look for ranks that hang, and to tell the others that this one does not.
     `local_error`: what has failed on this rank, if anything; it is posted for the others. `on_failure`: called once, from the
@@ -102,10 +102,10 @@ class Watchdog:
             if (record := self._words.aborted()) is not None:
                 self._report(record.error())
                 if record.reason is AbortReason.HUNG:
-                    self._end_if_stuck(record.text)
+                    self._end_if_stuck(record.text, in_calls_only=True)
                     return
             elif self._error is None and (text := self._hung(elapsed_s)) is not None:
-                self._end_if_stuck(text)
+                self._end_if_stuck(text, in_calls_only=True)
                 return
             error = self._local_error()
             if error is not None and error is suspect and not isinstance(error, PeerError):
@@ -137,9 +137,11 @@ class Watchdog:
                 return rank, pid
         return None
 
-    def _end_if_stuck(self, text: str) -> None:
+    def _end_if_stuck(self, text: str, *, in_calls_only: bool = False) -> None:
         deadline = time.monotonic() + self._grace_s
         while not self._stopped.wait(self._interval_s):
+            if in_calls_only and self._owner.is_alive() and not is_in_a_call(self._owner):
+                deadline = time.monotonic() + self._grace_s
             if time.monotonic() < deadline or (self._noticed.is_set() and self._owner.is_alive()):
                 continue
             print(f"slidedp: {text}; rank {self._words.rank} is stuck and exits", file=sys.stderr, flush=True)

@@ -126,10 +126,14 @@ def _padded(op: str) -> bytes:
     return op.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
 
 
+OURS = str(Path(__file__).parents[1])
+"""The folder of our package, as frames of its code have it."""
+
+
 @cache
 def _libraries() -> tuple[str, ...]:
-    paths, ours = sysconfig.get_paths(), Path(__file__).parents[1]
-    return ("<frozen", str(ours), *(paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")))
+    paths = sysconfig.get_paths()
+    return ("<frozen", OURS, *(paths[key] for key in ("purelib", "platlib", "stdlib", "platstdlib")))
 
 
 def place_of(thread: threading.Thread) -> str:
@@ -139,6 +143,14 @@ def place_of(thread: threading.Thread) -> str:
         frame = frame.f_back
     frame = frame or innermost
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def is_in_a_call(thread: threading.Thread) -> bool:
+    """True if a thread of this process is in code of ours, or in what that has called."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+        frame = frame.f_back
+    return frame is not None
 
 
 def lowest(ranks: Sequence[int], readings: Sequence[Reading]) -> int:

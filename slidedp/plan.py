@@ -411,7 +411,7 @@ def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
     own = posted[rank][2]
     for other, (failed, _, call, signature, *_) in enumerate(posted):
         if failed == SAVE_FAILED:
-            raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run the batch")
+            raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run a step")
         if failed:
             raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
         if call != own:
