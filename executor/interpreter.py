@@ -49,6 +49,7 @@ class Interpreter:
         self.has_run = False
         self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
         self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
+        self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
@@ -122,7 +123,8 @@ class Interpreter:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
             if self.snapshots:
-                self.watch_stall(waits)
+                before_it = self.previous_on_stream.get(op.name)
+                self.watch_stall(waits if before_it is None else [*waits, tickets[before_it]])
         self.machine.last_published |= dict.fromkeys(self.published, step.number)
         self.has_run = True
 
