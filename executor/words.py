@@ -35,7 +35,7 @@ LEFT = -1
 _LINE = 8  # int64s in a cache line: each rank's cells start on their own
 PULSE_INTS = 11 * _LINE
 """int64s of a rank's row in `Words.pulse`; see pulse.py."""
-_STEP_OF_PULSE = 2
+_STEP_OF_PULSE = 2  # where pulse.py keeps the last step that a rank has begun
 
 
 class PeerError(RuntimeError):
