@@ -60,6 +60,7 @@ class Plan:
         self._current: Specialisation | None = None
         self._closed = False
         self._resume_from: Checkpoint | None = None
+        self._stop_asked = False
         self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
             self._start(example)
@@ -85,6 +86,10 @@ class Plan:
         self.optimizer.step()
         machine.warn_of_skips()
         return StepResult(step, lr, machine.steps_before + step.number)
+
+    def ask_to_stop(self) -> None:
+        """Have `StepResult.stopping` true on every rank, for the same step: the next one to begin. Safe in a signal handler."""
+        self._stop_asked = True
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
@@ -133,7 +138,8 @@ class Plan:
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr), int(machine.changed)])
+        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr), int(machine.changed),
+                                int(self._stop_asked)])
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
@@ -141,6 +147,7 @@ class Plan:
             machine.refresh()
         total = sum(valid for _, valid, *_ in posted)
         step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
+        step.stopping = any(asked for _, _, _, _, _, _, asked, *_ in posted)
         return machine, spec, interpreter, step, as_float(posted[0][4])
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
