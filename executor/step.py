@@ -42,7 +42,6 @@ class Step:
     num_valid_global: int
     loss_is_mean: bool = True
     training: bool = True
-    stopping: bool = False
     tickets: dict[str, Ticket] = field(default_factory=dict)
     started_s: float = field(default_factory=time.perf_counter)
     updated: set[str] = field(default_factory=set)
@@ -155,7 +154,6 @@ class StepResult:
         grad_norm: norm of all gradients, before clipping; None for a plan that does not take it. Waits for the backward.
         skipped: True if the step was left out, for a gradient or a loss that is not finite. Waits as `grad_norm` does.
         lr: learning rate of this step.
-        stopping: True, on every rank alike, if a rank had been asked to stop when the step began (`Plan.ask_to_stop`).
         step: 1-based number of the training step, those before a resumed checkpoint included.
         wall_s: seconds from the end of the previous step's compute (or this step's start) to the end of this one's.
         tokens_per_s: `num_tokens` of all ranks over `wall_s`.
@@ -171,10 +169,6 @@ class StepResult:
     @property
     def num_tokens(self) -> int:
         return self._step.num_valid_global
-
-    @property
-    def stopping(self) -> bool:
-        return self._step.stopping
 
     @property
     def grad_norm(self) -> float | None:

@@ -25,7 +25,7 @@ from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
-from slidedp.plan import Plan
+from slidedp.plan import Plan, StopAsked
 from slidedp.version import __version__
 
 load_plan = PlanFile.load
@@ -47,6 +47,7 @@ __all__ = [
     "PlanFile",
     "Report",
     "StepResult",
+    "StopAsked",
     "TraceError",
     "VerifyError",
     "__version__",

@@ -62,6 +62,15 @@ class StatefulLoader:
         return -(-len(self.rows) // self.split.num_sequences)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Epoch, and rows of it behind us. May be set to what it was."""
+        return self.epoch, self.position
+
+    @place.setter
+    def place(self, place: tuple[int, int]) -> None:
+        self.epoch, self.position = place
+
+    @property
     def epochs_done(self) -> float:
         return self.epoch + self.position / len(self.rows)
 
@@ -112,10 +121,9 @@ class StatefulLoader:
         if state["sequences_a_step"] != self.split.num_sequences:
             raise ValueError(f"the checkpoint's steps are of {state['sequences_a_step']} sequences, this run's of "
                              f"{self.split.num_sequences} (all ranks together); set global_batch: {state['sequences_a_step']}")
-        before = self.epoch, self.position
-        self.epoch, self.position = state["epoch"], state["position"]
+        before, self.place = self.place, (state["epoch"], state["position"])
         if self.state_dict()["order"] != state["order"]:
-            self.epoch, self.position = before
+            self.place = before
             raise ValueError("the rows of the checkpoint's epoch are shuffled otherwise now (another numpy?): the run cannot be "
                              "resumed in the middle of it")
 

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from slidedp.compiler.optimizer import AdamW
 
 
+class StopAsked(Exception):
+    """`Plan.ask_to_stop` was called on some rank. Raised on all, before the same step; the one before it is the last."""
+
+
 class Plan:
     """A compiled training step. Made by :func:`slidedp.compile`; use it as a context manager or call :meth:`close`."""
 
@@ -78,6 +82,7 @@ class Plan:
             NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved. With
                 `skip_nonfinite` neither: see `StepResult.skipped`.
             PeerError: another rank died or failed; the plan can only be closed.
+            StopAsked: see :meth:`ask_to_stop`.
         """
         machine, spec, interpreter, step, lr = self._begin(batch, training=True)
         self._current = spec
@@ -88,7 +93,7 @@ class Plan:
         return StepResult(step, lr, machine.steps_before + step.number)
 
     def ask_to_stop(self) -> None:
-        """Have `StepResult.stopping` true on every rank, for the same step: the next one to begin. Safe in a signal handler."""
+        """Have the next `run` or `evaluate` raise StopAsked, on every rank, instead of beginning. Safe in a signal handler."""
         self._stop_asked = True
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
@@ -145,9 +150,10 @@ class Plan:
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(changed for _, _, _, _, _, changed, *_ in posted):
             machine.refresh()
+        if any(asked for _, _, _, _, _, _, asked, *_ in posted):
+            raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         total = sum(valid for _, valid, *_ in posted)
         step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
-        step.stopping = any(asked for _, _, _, _, _, _, asked, *_ in posted)
         return machine, spec, interpreter, step, as_float(posted[0][4])
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:

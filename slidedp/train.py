@@ -30,7 +30,7 @@ from slidedp.executor.step import StepResult
 from slidedp.loader import Split, StatefulLoader, in_order
 from slidedp.metrics import Metrics, want_tensorboard
 from slidedp.model_files import ModelFiles, find_model
-from slidedp.plan import Plan
+from slidedp.plan import Plan, StopAsked
 from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
@@ -168,6 +168,7 @@ class Run:
         self.num_steps = config.steps or (config.epochs or 1) * loader.steps_per_epoch
         self.scheduler = make_scheduler(config, plan, self.num_steps)
         self.checkpoints = config.output / "checkpoints"
+        self.evaluation_due = False
         self.step = self.saved = self.resume()
         self.unrecorded: tuple[StepResult, float] | None = None
         self.report: Report = lambda *_: False
@@ -175,40 +176,43 @@ class Run:
 
     def to_the_end(self, signals: StopSignals) -> Outcome:
         """All steps that are left, then the trained model; after a signal on any rank, a checkpoint instead."""
-        stopping = False
-        with progress_bar("training", show=self.ranks.rank == 0, timed=True) as self.report:
-            while self.step < self.num_steps and not stopping:
-                stopping = self.one_step()
-            self.record()
-        if stopping:
+        name = None
+        try:
+            with progress_bar("training", show=self.ranks.rank == 0, timed=True) as self.report:
+                while self.step < self.num_steps:
+                    self.one_step()
+                self.record()
+            self.finish()
+        except StopAsked:
             self.save()
             name = signals.name or "a signal to another rank"
             self.say(f"stopped by {name} after step {self.step} of {self.num_steps}; the same command goes on from there")
-            outcome = Outcome(self.step, self.num_steps, name)
-        else:
-            self.finish()
-            outcome = Outcome(self.step, self.num_steps)
         if self.metrics is not None:
             self.metrics.close()
-        return outcome
+        return Outcome(self.step, self.num_steps, name)
 
-    def one_step(self) -> bool:
-        """A step, and what is due after it. True if all ranks have agreed to stop."""
-        every = self.config.checkpoint.every
-        epoch, batches = self.loader.epochs_done, next(self.loader)
-        result = self.plan.run(batches[0] if len(batches) == 1 else batches)  # type: ignore[arg-type]
+    def one_step(self) -> None:
+        """What is due after the step before, then a step. Raises StopAsked, on all ranks, with a step done as a whole or not."""
+        if self.evaluation_due:
+            self.evaluate()
+        if self.config.checkpoint.every and self.step and self.step % self.config.checkpoint.every == 0:
+            self.save()
+        place, epoch = self.loader.place, self.loader.epochs_done
+        batches = next(self.loader)
+        try:
+            result = self.plan.run(batches[0] if len(batches) == 1 else batches)  # type: ignore[arg-type]
+        except StopAsked:
+            self.loader.place = place
+            raise
         self.step = result.step
         self.record()  # the step before this one: reading a step's figures at once would wait for its backward
         self.unrecorded = result, epoch
         if not result.skipped:
             self.scheduler.step()
-        if self.config.evaluate_every and self.step % self.config.evaluate_every == 0 and self.step < self.num_steps:
-            self.evaluate()
-        if every and self.step % every == 0 and not result.stopping:
-            self.save()
-        return result.stopping
+        self.evaluation_due = bool(self.config.evaluate_every) and self.step % (self.config.evaluate_every or 1) == 0
 
     def finish(self) -> None:
+        """What comes after the last step; a signal ends the evaluation, and the resumed run begins with it."""
         if self.heldout is not None:
             self.evaluate()
         if self.config.checkpoint.every:
@@ -242,7 +246,7 @@ class Run:
         for valid, batch in in_order(self.heldout, split):
             total += self.plan.evaluate(batch) * valid
             num_tokens += valid
-        loss = total / num_tokens
+        loss, self.evaluation_due = total / num_tokens, False
         if self.metrics is not None:
             self.metrics.write({"step": self.step, "eval_loss": loss})
         self.say(f"step {self.step}/{self.num_steps}  held-out loss {loss:.4f}")
@@ -253,7 +257,8 @@ class Run:
         """A checkpoint of this step, unless there is one already."""
         self.record()
         if self.saved != self.step:
-            state = {"loader": self.loader.state_dict(), "scheduler": self.scheduler.state_dict()}
+            state = {"loader": self.loader.state_dict(), "scheduler": self.scheduler.state_dict(),
+                     "evaluation_due": self.evaluation_due}
             path = self.plan.save(self.checkpoints, extra=state, keep=self.config.checkpoint.keep)
             self.say(f"step {self.step}/{self.num_steps}  saved {path}")
         self.saved = self.step
@@ -270,10 +275,11 @@ class Run:
         if asked != "auto" and found.step < there:
             raise ValueError(f"resume: {asked} is of step {found.step}, but {self.checkpoints} holds checkpoints up to step "
                              f"{there}, which would be taken for the newest; use another output")
-        if found.extra.keys() != {"loader", "scheduler"}:
+        if found.extra.keys() != {"loader", "scheduler", "evaluation_due"}:
             raise ValueError(f"{found.path} was not saved by slidedp train: it does not say where in the data it is")
         self.loader.load_state_dict(found.extra["loader"])
         self.scheduler.load_state_dict(found.extra["scheduler"])
+        self.evaluation_due = found.extra["evaluation_due"] and self.heldout is not None
         self.say(f"going on from {found.path}: step {found.step} of {self.num_steps}")
         return found.step
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+import slidedp
 from slidedp.cli import main
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}|{% endfor %}"
@@ -64,22 +65,21 @@ def config(folder: Path, output: str = "out", **changes: Any) -> Path:
 
 
 def run_until(path: str, step: int, number: int, on_rank: int = 0) -> int:
-    """`slidedp train`, whose rank `on_rank` sends itself the signal `number` just before it begins `step`."""
-    from slidedp.train import Run
-
+    """`slidedp train`, whose rank `on_rank` sends itself the signal `number` in the middle of `step`, once its loss is known."""
     torch.set_num_threads(1)
-    one_step = Run.one_step
+    run, rank = slidedp.Plan.run, int(os.environ.get("RANK", "0"))
 
-    def signalled(run: Run) -> bool:
-        if run.step == step - 1 and run.ranks.rank == on_rank:
+    def signalled(plan: slidedp.Plan, batch: Any) -> slidedp.StepResult:
+        result = run(plan, batch)
+        if result.step == step and rank == on_rank:
             os.kill(os.getpid(), signal.Signals(number))
-        return one_step(run)
+        return result
 
-    Run.one_step = signalled  # type: ignore[method-assign]
+    slidedp.Plan.run = signalled  # type: ignore[method-assign]
     try:
         return main(["train", path])
     finally:
-        Run.one_step = one_step  # type: ignore[method-assign]
+        slidedp.Plan.run = run  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
