@@ -29,6 +29,7 @@ from slidedp.compiler.policy import merge_policies, parse_fixes
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
+from slidedp.estimate import add_estimate_arguments
 from slidedp.hardware import builtin_profiles, load_profile, measure_hardware
 from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
@@ -74,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add_train_arguments(commands.add_parser("train", help="train a model as a YAML file says; under torchrun on several ranks"))
+    add_estimate_arguments(commands.add_parser("estimate", help="bytes of device and host that training a model takes"), positive)
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
 
     add_simulate_arguments(commands.add_parser("simulate", help="the step over batches, ranks and routes, and what binds it"))
