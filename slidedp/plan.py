@@ -302,9 +302,12 @@ class Plan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        cause = error
         if error is not None and self._machine is not None and not self._closed and self._ranks.world_size > 1:
-            self._machine.abandon(error)
+            cause = self._machine.abandon(error)
         self.close()
+        if isinstance(cause, PeerError) and isinstance(error, RuntimeError) and error is not cause:
+            raise cause from error  # a connection that broke outside a step, in a save: the rank that died is what matters
 
     def _require_open(self) -> None:
         if self._closed:

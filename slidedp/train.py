@@ -11,6 +11,7 @@ All ranks run :func:`train` alike; rank 0 alone reads the data and the weights, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -27,14 +28,14 @@ from slidedp.checkpoints import on_all
 from slidedp.executor.checkpoint_files import complete
 from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.step import StepResult
-from slidedp.loader import Split, StatefulLoader, in_order
+from slidedp.loader import Batch, Split, StatefulLoader, in_order
 from slidedp.metrics import Metrics, want_tensorboard
 from slidedp.model_files import ModelFiles, find_model
 from slidedp.plan import Plan, StopAsked
 from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
-from slidedp.rows import Facts, Rows, prepare
+from slidedp.rows import IGNORED, Facts, Rows, prepare
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
 
@@ -72,6 +73,8 @@ def train(config: TrainConfig) -> Outcome:
         model = on_all(control, lambda: source.model(meta=ranks.rank != 0))
         with compiled(config, model, loader) as plan:
             say(str(plan))
+            if config.data.packing == "documents":
+                require_documents_apart(plan, loader.example())
             run = Run(config, source, ranks, control, plan, loader, heldout, say)
             signals.save_on_stop(plan.ask_to_stop)
             outcome = run.to_the_end(signals)
@@ -131,6 +134,23 @@ def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader
         host_budget=p.host_budget, compute_dtype=DTYPES.get(p.compute_dtype or ""), grad_dtype=DTYPES.get(p.grad_dtype or ""),
         max_grad_norm=config.max_grad_norm, skip_nonfinite=config.skip_nonfinite, device=p.device,
         update_kernel=p.update_kernel, solver=p.solver)
+
+
+def require_documents_apart(plan: Plan, batch: Batch) -> None:
+    """ValueError unless the model's attention stays within a document when `position_ids` begin anew: two batches that differ
+    in the first document of each row must have the same loss over the second, to the bit but for an unruly kernel. Collective.
+    """
+    half = batch["input_ids"].shape[1] // 2
+    labels, places = batch["input_ids"].clone(), torch.arange(batch["input_ids"].shape[1])
+    labels[:, : half + 1] = IGNORED
+    places = torch.where(places < half, places, places - half)
+    probe = {**batch, "labels": labels, "position_ids": places.expand_as(labels).clone()}
+    other = batch["input_ids"].clone()
+    other[:, :half] = other[:, :half].flip(1) // 2
+    losses = [plan.evaluate({**probe, "input_ids": ids}) for ids in (batch["input_ids"], other)]
+    if not math.isclose(*losses, rel_tol=1e-6):
+        raise ValueError(f"data.packing: documents: this model's attention crosses from one document to the next (losses "
+                         f"{losses[0]} and {losses[1]} of the same document behind different ones); use packing: concat, or none")
 
 
 def check_schedule(name: str) -> None:

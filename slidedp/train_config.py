@@ -37,7 +37,7 @@ class DataConfig:
 
     train: tuple[Path, ...]
     heldout: tuple[Path, ...] = ()
-    seq: int = field(default=1024, metadata={"minimum": 2})
+    seq: int = field(default=1024, metadata={"minimum": 4})
     packing: Packing = "concat"
     assistant_only: bool = False
     shuffle: bool = True

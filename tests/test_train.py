@@ -15,12 +15,16 @@ import pytest
 import torch
 import train_cases
 from safetensors.torch import load_file
+from tiny_models import family
 from train_cases import config, make_folder
 
+import slidedp
 from slidedp.cli import main
 from slidedp.executor.checkpoint_files import complete
 from slidedp.metrics import Metrics, read_metrics, want_tensorboard
+from slidedp.rows import Rows, prepare
 from slidedp.stopping import StopSignals
+from slidedp.train import require_documents_apart
 
 pytestmark = pytest.mark.cpu
 
@@ -191,6 +195,33 @@ def test_schedules_by_name(base, name):
     assert (lrs[-1] < 1e-2) == (name == "linear")
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_documents_are_as_if_alone(tmp_path, name):
+    """Three documents in a row of 24: the loss of the three alone, over all tokens."""
+    path, losses = tmp_path / "data.jsonl", []
+    path.write_text("\n".join(json.dumps({"text": train_cases.words(seed, 9)[:7]}) for seed in range(6)))
+    with slidedp.compile(family(name), "cpu") as plan:
+        for packing, seq in (("documents", 24), ("none", 24), ("concat", 24)):
+            rows = Rows(*prepare(tmp_path, [path], train_cases.tiny_tokenizer(), seq=seq, packing=packing, assistant_only=False))
+            assert len(rows) == (6 if packing == "none" else 2)
+            every = list(range(len(rows)))
+            losses.append((plan.evaluate(rows.batch(every, len(every))), rows.num_valid(every)))
+        (apart, n), (alone, m), (crossing, _) = losses
+        assert n == m == 6 * 7
+        assert apart == pytest.approx(alone, rel=1e-6)
+        assert abs(crossing - alone) > 1e-4
+        require_documents_apart(plan, rows.batch(every, 2))
+
+
+def test_a_model_that_mixes_documents_is_refused():
+    class Mixing:
+        def evaluate(self, batch):
+            return batch["input_ids"].float().mean().item()
+
+    with pytest.raises(ValueError, match="packing: documents: this model's attention crosses"):
+        require_documents_apart(Mixing(), {"input_ids": torch.arange(3, 27).view(2, 12)})
+
+
 # ---- several ranks ----
 
 
@@ -215,9 +246,10 @@ def test_a_signal_to_one_rank_stops_both_and_one_goes_on(base, run_ranks):
         assert (got[2] or got[6]) == pytest.approx(want[2] or want[6], rel=1e-4)
 
 
-def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks):
-    """What torchrun does: rank 1 dies, rank 0 gets a SIGTERM. There is nothing to save with."""
-    path = config(base, "dead", batch=2)
+@pytest.mark.parametrize("every", [None, 5])
+def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks, every):
+    """What torchrun does: rank 1 dies, rank 0 gets a SIGTERM. There is nothing to save with, also in the middle of a save."""
+    path = config(base, f"dead{every}", batch=2, checkpoint={"every": every})
     ranks = start_ranks(train_cases.run_until, 2, str(path), 5, int(signal.SIGKILL), 1)
     deadline = time.monotonic() + 60
     while ranks.poll()[1] is None and time.monotonic() < deadline:
@@ -229,7 +261,7 @@ def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks):
     assert one.returncode == -signal.SIGKILL
     assert zero.value == 1
     assert "error (rank 0): rank 1 (pid" in zero.output
-    assert not complete(base / "dead/checkpoints")
+    assert not complete(base / f"dead{every}/checkpoints")
 
 
 # ---- parts ----
