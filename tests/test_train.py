@@ -6,8 +6,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -124,14 +122,13 @@ def test_the_first_steps_are_those_of_plain_pytorch(base):
     assert got[:12] == want
 
 
-def test_interrupted_by_sigterm_and_resumed(base):
+def test_interrupted_by_sigterm_and_resumed(base, run_ranks):
     """A process of its own, stopped by a signal in mid-epoch, in step 6; it finishes that step."""
     output, path = base / "stopped", config(base, "stopped", checkpoint={"every": 10})
-    command = [sys.executable, train_cases.__file__, str(path), "6", str(int(signal.SIGTERM))]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "SIGTERM: saving after the step under way" in done.stderr
-    assert "stopped by SIGTERM after step 6 of 20" in done.stdout
+    (done,) = run_ranks(train_cases.run_until, 1, str(path), 6, int(signal.SIGTERM))
+    assert done.value == 0
+    assert "SIGTERM: saving after the step under way" in done.output
+    assert "stopped by SIGTERM after step 6 of 20" in done.output
     assert [p.name for p in complete(output / "checkpoints")] == ["step-00000006"]
     assert not (output / "model").exists()
     assert main(["train", str(path)]) == 0
@@ -255,7 +252,7 @@ def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks, 
     while ranks.poll()[1] is None and time.monotonic() < deadline:
         time.sleep(0.02)
     died = time.monotonic()
-    ranks.processes[0].terminate()
+    os.kill(ranks.pids[0], signal.SIGTERM)
     zero, one = ranks.wait(30, check=False)
     assert time.monotonic() - died < 20
     assert one.returncode == -signal.SIGKILL

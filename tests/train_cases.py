@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import string
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,3 @@ def run_until(path: str, step: int, number: int, on_rank: int = 0) -> int:
         return main(["train", path])
     finally:
         slidedp.Plan.run = run  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    path, step, number = sys.argv[1:]
-    sys.exit(run_until(path, int(step), int(number)))
