@@ -22,12 +22,16 @@ SCALARS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr
 
 
 class Metrics:
-    """Writers of one run, each record on the disk when `write` returns. `done`: training steps before this run."""
+    """Writers of one run, each record on the disk when `write` returns. `done`: training steps before this run.
 
-    def __init__(self, folder: Path, *, done: int = 0, tensorboard: bool | None = None) -> None:
+    `evaluate_again`: the evaluation after those steps comes again too.
+    """
+
+    def __init__(self, folder: Path, *, done: int = 0, evaluate_again: bool = False, tensorboard: bool | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.lines, self.table = folder / "metrics.jsonl", folder / "metrics.csv"
-        kept = [record for record in read_metrics(self.lines) if record["step"] <= done] if done else []
+        kept = [r for r in read_metrics(self.lines)
+                if r["step"] <= done and not (evaluate_again and r["step"] == done and "eval_loss" in r)]  # fmt: skip
         self.lines.write_text("".join(json.dumps(record) + "\n" for record in kept))
         with self.table.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)

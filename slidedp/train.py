@@ -192,7 +192,10 @@ class Run:
         self.step = self.saved = self.resume()
         self.unrecorded: tuple[StepResult, float] | None = None
         self.report: Report = lambda *_: False
-        self.metrics = Metrics(config.output, done=self.step, tensorboard=config.log.tensorboard) if ranks.rank == 0 else None
+        self.metrics = None
+        if ranks.rank == 0:
+            self.metrics = Metrics(config.output, done=self.step, evaluate_again=self.step == self.num_steps,
+                                   tensorboard=config.log.tensorboard)
 
     def to_the_end(self, signals: StopSignals) -> Outcome:
         """All steps that are left, then the trained model; after a signal on any rank, a checkpoint instead."""

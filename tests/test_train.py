@@ -137,9 +137,9 @@ def test_interrupted_by_sigterm_and_resumed(base, run_ranks):
     assert same_bits(moments(output / "checkpoints/step-00000020"), moments(base / "whole/checkpoints/step-00000020"))
 
 
-@pytest.mark.parametrize("step", [1, 8, 14, 20])
+@pytest.mark.parametrize("step", [8, 14, 20])
 def test_interrupted_anywhere(base, step):
-    """At the first step; where an evaluation is due; at an epoch's end; and at the last step, whose model comes on the resume."""
+    """Where an evaluation is due; at an epoch's end; and at the last step, whose model comes on the resume."""
     output, path = base / f"at{step}", config(base, f"at{step}", checkpoint={"every": 10, "keep": 1})
     assert train_cases.run_until(str(path), step, int(signal.SIGINT)) == 0
     assert [p.name for p in complete(output / "checkpoints")] == [f"step-{step:08d}"]
@@ -153,7 +153,7 @@ def test_a_finished_run_is_not_run_again(base, capsys):
     before = figures(base / "whole")
     assert main(["train", str(config(base, "whole", checkpoint={"every": 10}))]) == 0
     assert "going on from" in capsys.readouterr().out
-    assert [f for f in figures(base / "whole") if f[2] is not None] == [f for f in before if f[2] is not None]
+    assert figures(base / "whole") == before
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_mistakes_are_one_line(base, capsys, changes, message, monkeypatch):
     assert (base / "whole/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["constant", "constant_with_warmup", "linear", "warmup_stable_decay"])
+@pytest.mark.parametrize("name", ["constant", "linear", "warmup_stable_decay"])
 def test_schedules_by_name(base, name):
     output = base / name
     path = config(base, name, steps=10, schedule={"name": name, "warmup": 0.2}, evaluate_every=None, max_grad_norm=None)
