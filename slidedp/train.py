@@ -30,7 +30,7 @@ from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.step import StepResult
 from slidedp.loader import Batch, Split, StatefulLoader, in_order
 from slidedp.metrics import Metrics, want_tensorboard
-from slidedp.model_files import ModelFiles, find_model
+from slidedp.model_files import find_model
 from slidedp.plan import Plan, StopAsked
 from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
@@ -66,7 +66,8 @@ def train(config: TrainConfig) -> Outcome:
         check_schedule(config.schedule.name)
         ranks = find_ranks(config.plan.device)
         control = open_collectives(torch.device("cpu"), ranks.rank, ranks.world_size)
-        loader, heldout = load_data(config, source, ranks, control)
+        tokenizer = on_all(control, lambda: source.tokenizer() if ranks.rank == 0 else None)
+        loader, heldout = load_data(config, tokenizer, ranks, control)
         torch.manual_seed(config.seed + ranks.rank)  # dropout, say, of each rank its own
         say = print_flushed if ranks.rank == 0 else lambda text: None
         say(f"loading {source.folder / (source.gguf or '')}")
@@ -75,7 +76,7 @@ def train(config: TrainConfig) -> Outcome:
             say(str(plan))
             if config.data.packing == "documents":
                 require_documents_apart(plan, loader.example())
-            run = Run(config, source, ranks, control, plan, loader, heldout, say)
+            run = Run(config, tokenizer, ranks, control, plan, loader, heldout, say)
             signals.save_on_stop(plan.ask_to_stop)
             outcome = run.to_the_end(signals)
         control.close()
@@ -98,7 +99,7 @@ def print_flushed(text: str) -> None:
 # ---- what a run needs ----
 
 
-def load_data(config: TrainConfig, source: ModelFiles, ranks: Ranks, control: Collectives) -> tuple[StatefulLoader, Rows | None]:
+def load_data(config: TrainConfig, tokenizer: Any, ranks: Ranks, control: Collectives) -> tuple[StatefulLoader, Rows | None]:
     """The loader, and the held-out rows. Rank 0 prepares what is not there yet. Collective."""
     data = config.data
 
@@ -106,7 +107,7 @@ def load_data(config: TrainConfig, source: ModelFiles, ranks: Ranks, control: Co
         def make() -> bytes:
             if ranks.rank:
                 return b""
-            folder, facts = prepare(config.output / "data", paths, source.tokenizer(), seq=data.seq, packing=data.packing,
+            folder, facts = prepare(config.output / "data", paths, tokenizer, seq=data.seq, packing=data.packing,
                                     assistant_only=data.assistant_only)
             print_flushed(f"{', '.join(p.name for p in paths)}: {facts.num_tokens:,} tokens of {facts.num_documents:,} document"
                           f"{'s' * (facts.num_documents != 1)} in {facts.num_rows:,} rows; {PACKED[data.packing]}")
@@ -181,9 +182,9 @@ def make_scheduler(config: TrainConfig, plan: Plan, num_steps: int) -> Any:
 class Run:
     """One process's part of a training run, from its first step, or the checkpoint that it goes on from, to its end."""
 
-    def __init__(self, config: TrainConfig, source: ModelFiles, ranks: Ranks, control: Collectives, plan: Plan,
+    def __init__(self, config: TrainConfig, tokenizer: Any, ranks: Ranks, control: Collectives, plan: Plan,
                  loader: StatefulLoader, heldout: Rows | None, say: Callable[[str], object]) -> None:
-        self.config, self.source, self.ranks, self.control = config, source, ranks, control
+        self.config, self.tokenizer, self.ranks, self.control = config, tokenizer, ranks, control
         self.plan, self.loader, self.heldout, self.say = plan, loader, heldout, say
         self.num_steps = config.steps or (config.epochs or 1) * loader.steps_per_epoch
         self.scheduler = make_scheduler(config, plan, self.num_steps)
@@ -321,7 +322,7 @@ class Run:
                 partial = target.with_name(".model.partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 model.save_pretrained(partial)  # type: ignore[operator]
-                self.source.tokenizer().save_pretrained(partial)
+                self.tokenizer.save_pretrained(partial)
                 shutil.rmtree(target, ignore_errors=True)
                 os.replace(partial, target)
 
