@@ -373,10 +373,10 @@ class Machine:
             self.resident.upload()
         self.changed = False
 
-    def abandon(self, error: BaseException) -> None:
-        """The user leaves because of `error`: the others are told, and nothing is waited for."""
+    def abandon(self, error: BaseException) -> BaseException:
+        """The user leaves because of `error`: the others are told, and nothing is waited for. Returns what is behind it."""
         self.failure.stop(error)
-        self.failure.cause()
+        return self.failure.cause()
 
     def close(self) -> None:
         """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent.

@@ -26,7 +26,7 @@ from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
-from slidedp.plan import Plan
+from slidedp.plan import Plan, StopAsked
 from slidedp.version import __version__
 
 load_plan = PlanFile.load
@@ -49,6 +49,7 @@ __all__ = [
     "Report",
     "SaveHandle",
     "StepResult",
+    "StopAsked",
     "TraceError",
     "VerifyError",
     "__version__",

@@ -1,5 +1,6 @@
-"""The command line: ``slidedp plan | simulate | show | explain | diff | check | profile | passes``; only `profile` runs anything.
+"""The command line: ``slidedp train | plan | estimate | simulate | show | explain | diff | check | profile | passes``.
 
+Only `train` and `profile` run anything.
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from slidedp.api import load_policy
 from slidedp.autopolicy import AutoPlan
 from slidedp.cli_show import add_explain_arguments, add_show_arguments
+from slidedp.cli_train import add_train_arguments
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import check_budgets, check_head
 from slidedp.compiler.diff import diff
@@ -27,6 +29,7 @@ from slidedp.compiler.policy import merge_policies, parse_fixes
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
+from slidedp.estimate import add_estimate_arguments
 from slidedp.hardware import builtin_profiles, load_profile, measure_hardware
 from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
@@ -71,6 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slidedp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    add_train_arguments(commands.add_parser("train", help="train a model as a YAML file says; under torchrun on several ranks"))
+    add_estimate_arguments(commands.add_parser("estimate", help="bytes of device and host that training a model takes"), positive)
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
 
     add_simulate_arguments(commands.add_parser("simulate", help="the step over batches, ranks and routes, and what binds it"))

@@ -56,6 +56,10 @@ SAVE_FAILED = 2
 """What a rank posts in place of a problem with its batch: a save beside training has failed."""
 
 
+class StopAsked(Exception):
+    """`Plan.ask_to_stop` was called on some rank. Raised on all, before the same step; the one before it is the last."""
+
+
 class Plan:
     """A compiled training step. Made by :func:`slidedp.compile`; use it as a context manager or call :meth:`close`."""
 
@@ -70,6 +74,7 @@ class Plan:
         self._current: Specialisation | None = None
         self._closed = False
         self._resume_from: Checkpoint | None = None
+        self._stop_asked = False
         self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
             self._start(example)
@@ -87,6 +92,7 @@ class Plan:
             NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved. With
                 `skip_nonfinite` neither: see `StepResult.skipped`.
             PeerError: another rank died or failed; the plan can only be closed.
+            StopAsked: see :meth:`ask_to_stop`.
         """
         machine, spec, interpreter, step, lr = self._begin(batch, training=True)
         self._current = spec
@@ -95,6 +101,10 @@ class Plan:
         self.optimizer.step()
         machine.warn_of_skips()
         return StepResult(step, lr, machine.steps_before + step.number)
+
+    def ask_to_stop(self) -> None:
+        """Have the next `run` or `evaluate` raise StopAsked, on every rank, instead of beginning. Safe in a signal handler."""
+        self._stop_asked = True
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
@@ -145,7 +155,8 @@ class Plan:
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
-        posted = machine.agree([failed, valid, int(training), signature, as_int(lr), int(machine.changed)])
+        posted = machine.agree([failed, valid, int(training), signature, as_int(lr), int(machine.changed),
+                                int(self._stop_asked)])
         if any(code == SAVE_FAILED for code, *_ in posted):
             machine.saves.tell()  # this rank's own error, if it comes later, is no news
         if problem:
@@ -153,6 +164,8 @@ class Plan:
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(changed for _, _, _, _, _, changed, *_ in posted):
             machine.refresh()
+        if any(asked for _, _, _, _, _, _, asked, *_ in posted):
+            raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         total = sum(valid for _, valid, *_ in posted)
         step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0][4])
@@ -332,9 +345,12 @@ class Plan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        cause = error
         if error is not None and self._machine is not None and not self._closed and self._ranks.world_size > 1:
-            self._machine.abandon(error)
+            cause = self._machine.abandon(error)
         self.close()
+        if isinstance(cause, PeerError) and isinstance(error, RuntimeError) and error is not cause:
+            raise cause from error  # a connection that broke outside a step, in a save: the rank that died is what matters
 
     def _require_open(self) -> None:
         if self._closed:
