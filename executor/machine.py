@@ -3,6 +3,7 @@
     Machine   built once per plan from the first specialisation's graph; shared by all of them
       Backend, Streams    where ops run (backend.py, cuda.py, streams.py)
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
+      Sides               which of two buffers is the state of groups whose updates speculate (sides.py)
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
@@ -15,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -36,8 +37,10 @@ from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
+from slidedp.executor.sides import Sides
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
 from slidedp.executor.step_updates import StepUpdates, noting
@@ -52,6 +55,9 @@ DRAINED, ASKED, SHOWN = range(3)
 """Words that a rank publishes: a step has nothing left to do on it; it wants, and it has made, resident masters current."""
 
 FIRST_OP_WORD = 3
+
+LOOK_BACK = 64
+"""Turns that are remembered: more than there can be from a step's submission to its end."""
 
 
 class Machine:
@@ -78,6 +84,9 @@ class Machine:
         self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
+        self.sides = Sides()
+        self.shown_side = 0
+        self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
         self.resident: ResidentState | None = None
@@ -128,17 +137,23 @@ class Machine:
     # ---- what the interpreter touches ----
 
     def host_buffer(self, head: str, group: str) -> Tensor:
-        """Flat host tensor of a group: P master, S shadow, H returned gradient, Q this rank's unreduced gradient."""
+        """Flat host tensor of a group: H returned gradient, Q this rank's unreduced gradient."""
         match head:
-            case "P":
-                return self.state.master[group]
-            case "S":
-                return self.state.shadow[group]
             case "H":
                 return self.state.grad[group]
             case "Q":
                 return self.raw_gradient(group, self.rank)
         raise AssertionError(f"{head}.{group} has no host buffer")
+
+    def state_buffers(self, head: str, group: str) -> tuple[Tensor, Tensor]:
+        """Flat masters (P) or shadows (S) of a group, on both sides; of a group that does not speculate, one twice."""
+        if group not in self.state.sides:
+            flat = (self.state.master if head == "P" else self.state.shadow)[group]
+            return flat, flat
+        first, second = (side.master if head == "P" else side.shadow for side in self.state.sides[group])
+        assert first is not None, f"{group} has no shadow"
+        assert second is not None
+        return first, second
 
     def raw_gradient(self, group: str, rank: int) -> Tensor:
         """A rank's unreduced gradient, flat; every rank's is in shared memory."""
@@ -169,10 +184,11 @@ class Machine:
         if unknown := {e.src for e in graph.edges if e.all_ranks} - set(self.word_of):
             raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
 
-    def update(self, group: str, lo: int, hi: int, step: Step, scale: float) -> None:
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE) -> None:
         """AdamW on this rank's part of a returned gradient chunk, times `scale`."""
-        with noting(step, group):
-            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale)
+        present, side = self.present(group, step), step.side
+        with noting(step, group) if what is not What.SPECULATE else nullcontext():
+            self.adam.update(group, lo, hi, step.number, present, scale, what=what, side=side)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""
@@ -216,6 +232,8 @@ class Machine:
     def new_step(self, batch: Mapping[str, Tensor], num_valid: int, num_valid_global: int, *, loss_is_mean: bool,
                  training: bool) -> Step:
         self.num_steps += training
+        self.steps_at[self.num_turns] = self.num_steps
+        self.steps_at.pop(self.num_turns - LOOK_BACK, None)
         if training:
             self.words.present(self.num_steps)[self.rank] = 0
         return Step(self.num_steps, self.num_turns, batch, self, num_valid, num_valid_global, loss_is_mean, training)
@@ -334,8 +352,21 @@ class Machine:
     def expose_model(self) -> None:
         """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
         self.show_resident()
+        self.show_side(self.sides.of(self.num_steps + 1))
         self.binding.restore()
         self.exposed = True
+
+    def show_side(self, side: int) -> None:
+        """Host state and parameters show this side of groups that speculate. Nothing may be in flight."""
+        if side != self.shown_side:
+            self.state.show(side)
+            self.binding.release({name: self.state.master[name] for name in self.state.sides})
+            self.shown_side = side
+
+    def last_side(self) -> int:
+        """Where the state is after the last step that all ranks have ended: whatever has failed since has not touched it."""
+        ended = [n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)]
+        return self.sides.of(max(ended, default=0) + 1)
 
     def show_resident(self) -> None:
         """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
@@ -393,12 +424,13 @@ class Machine:
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
+            self.show_side(self.last_side())
             self.binding.restore()
             self.backend.close()
             if healthy:
                 self.collectives.close()  # else a peer may be stuck in it, and so would we
             self.failure.watchdog.stop()
-            self.binding.release(self.state.close())
+            self.binding.release(self.state.close(agreed=healthy))
             if hasattr(self, "buffers"):
                 self.buffers.clear()
             self.interpreters.clear()

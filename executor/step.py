@@ -58,6 +58,8 @@ class Step:
     clip_known: threading.Event = field(default_factory=threading.Event)
     scale_cell: np.ndarray = field(default_factory=lambda: np.full(1, math.nan))
     """float64: `clip.scale` for native updates, NaN for none."""
+    candidate_cell: np.ndarray = field(default_factory=lambda: np.ones(1))
+    """float64, for native updates that speculate: 1, or NaN once it is known that nobody will take what they make."""
     _loss: torch.Tensor | None = None
     _global_loss: float | None = None
 
@@ -106,7 +108,16 @@ class Step:
         self.norms.clear()
         self.home_norms.clear()
         self.scale_cell[0] = math.nan if clip.scale is None else clip.scale
+        kept = clip.scale == 1.0
+        if not kept:
+            self.candidate_cell[0] = math.nan
+        self.machine.sides.decide(self.number, kept=kept)
         self.clip = clip
+
+    @property
+    def side(self) -> int:
+        """Where the step finds the state of groups that speculate. Only for ops that read or write it, when they run."""
+        return self.machine.sides.of(self.number if self.training else self.number + 1)
 
     def update_scale(self) -> float | None:
         """What an update multiplies gradients by; None if there is to be none, on every rank alike. May wait for the loss."""

@@ -21,6 +21,7 @@ import os
 import platform
 import shutil
 import tempfile
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "adamw.cpp", FOLDER / "queue.cpp")
 
 SEGMENT = np.dtype(
-    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4")]
+    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4"),
+     ("copied", "<i8")]
 )
-"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient."""
+"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient;
+`copied`: 1 if there is none."""
 
 PART = np.dtype([("param", "<i8"), ("start", "<i8"), ("end", "<i8"), ("decays", "<i8")])
 """Mirrors ``struct Part``: elements ``[start, end)`` of a group, of its trainable parameter number `param`."""
+
+STATE = np.dtype([("master", "<u8"), ("exp_avg", "<u8"), ("exp_avg_sq", "<u8"), ("shadow", "<u8")])
+"""Mirrors ``struct State``: addresses of a group's buffers; `shadow` 0 for none."""
 
 GATE = np.dtype([("words", "<u8"), ("at_least", "<i8")])
 """Mirrors ``struct Gate``: the address of one word a rank, and what each has to reach."""
@@ -53,6 +59,14 @@ DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 _POINTER, _INT32, _INT64, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_double
 
 
+class What(IntEnum):
+    """Mirrors ``enum What``: an update of the state in place; what it would be next, elsewhere; and what becomes of that."""
+
+    UPDATE = 0
+    SPECULATE = 1
+    SETTLE = 2
+
+
 class Recipe(ctypes.Structure):
     """Mirrors ``struct Recipe``: what an optimizer keeps for all steps."""
 
@@ -67,10 +81,12 @@ class Ranks(ctypes.Structure):
 
 class StepConstants(ctypes.Structure):
     """Mirrors ``struct Step``: what all updates of a step share. Addresses, or 0: `losses`, of rank 0's loss cell;
-    `scale`, of the double that gradients are multiplied by, which is there when an update may begin; NaN for no update.
+    `scale`, of the double that gradients are multiplied by, NaN for no update; `side`, of the int64 that says which buffers of a
+    group that speculates are its state. Both are there when an update may begin.
     """
 
-    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER), ("scale", _POINTER)]
+    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER), ("scale", _POINTER),
+                ("side", _POINTER)]
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -82,10 +98,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "slidedp_update_create": (
         _POINTER,
-        [_POINTER] * 4 + [_INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
+        [_INT32, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
     ),
     "slidedp_update_destroy": (None, [_POINTER]),
-    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),
+    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE, _INT64]),
     "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),
     "slidedp_queue_close": (None, [_POINTER]),
     "slidedp_queue_destroy": (None, [_POINTER]),

@@ -92,14 +92,19 @@ struct Segment {  // mirrors SEGMENT in executor/native/build.py
     float step_size;        // lr / (1 - beta1^t)
     float inv_bias2_sqrt;   // 1 / sqrt(1 - beta2^t)
     float scale;            // of the gradient; 1 changes no bit
+    int64_t copied;         // 1: no gradient; where the next state has a buffer of its own, copied there
 };
 struct Betas {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
 };
-struct Tensors {  // element 0 of a group's flat buffers; `shadow` may be null
+struct State {  // element 0 of a group's flat buffers; `shadow` may be null
     float *master, *exp_avg, *exp_avg_sq;
-    const void* grad;
     void* shadow;
+};
+struct Tensors {  // `next`: where the updated state goes: `now`, or other buffers
+    State now;
+    const void* grad;
+    State next;
 };
 
 // Hints: an address beyond the end of a buffer is harmless. To be written soon: the line comes as this core's own at once.
@@ -149,7 +154,7 @@ void update_tile(float* p, float* m, float* v, const G* g, S* out, int64_t n, co
 template <class G, class S>
 int64_t update_block(const Tensors& t, int64_t lo, int64_t hi, const Segment& s, const Betas& b) {
     const G* g = static_cast<const G*>(t.grad);
-    S* shadow = static_cast<S*>(t.shadow);
+    S* shadow = static_cast<S*>(t.next.shadow);
     alignas(64) S tile[kTile];
     for (int64_t i = lo; i < hi; i += kTile) {
         int64_t n = hi - i < kTile ? hi - i : kTile;
@@ -157,7 +162,34 @@ int64_t update_block(const Tensors& t, int64_t lo, int64_t hi, const Segment& s,
             fence_streamed();
             return i;
         }
-        update_tile(t.master + i, t.exp_avg + i, t.exp_avg_sq + i, g + i, tile, n, s, b);
+        update_tile(t.now.master + i, t.now.exp_avg + i, t.now.exp_avg_sq + i, g + i, tile, n, s, b);
+        if (shadow) store_tile(shadow + i, tile, n * int64_t(sizeof(S)));
+    }
+    fence_streamed();
+    return -1;
+}
+
+// The same arithmetic into buffers that nobody reads yet: past the caches, so that as many bytes move as in place. Of gradients
+// that are not finite no more is asked: what they make is never read.
+template <class G, class S>
+int64_t update_block_apart(const Tensors& t, int64_t lo, int64_t hi, const Segment& s, const Betas& b) {
+    const G* g = static_cast<const G*>(t.grad);
+    const S* old = static_cast<const S*>(t.now.shadow);
+    S* shadow = static_cast<S*>(t.next.shadow);
+    alignas(64) float p[kTile], m[kTile], v[kTile];
+    alignas(64) S tile[kTile];
+    for (int64_t i = lo; i < hi; i += kTile) {
+        int64_t n = hi - i < kTile ? hi - i : kTile, nbytes = n * int64_t(sizeof(float));
+        std::memcpy(p, t.now.master + i, nbytes);
+        std::memcpy(m, t.now.exp_avg + i, nbytes);
+        std::memcpy(v, t.now.exp_avg_sq + i, nbytes);
+        if (!s.copied)
+            update_tile(p, m, v, g + i, tile, n, s, b);
+        else if (shadow)
+            std::memcpy(tile, old + i, n * int64_t(sizeof(S)));
+        store_tile(t.next.master + i, p, nbytes);
+        store_tile(t.next.exp_avg + i, m, nbytes);
+        store_tile(t.next.exp_avg_sq + i, v, nbytes);
         if (shadow) store_tile(shadow + i, tile, n * int64_t(sizeof(S)));
     }
     fence_streamed();
@@ -169,6 +201,11 @@ using UpdateBlock = int64_t (*)(const Tensors&, int64_t, int64_t, const Segment&
 inline UpdateBlock update_block_of(int32_t grad, int32_t shadow) {
     if (grad == kBFloat16) return shadow == kBFloat16 ? update_block<uint16_t, uint16_t> : update_block<uint16_t, float>;
     return shadow == kBFloat16 ? update_block<float, uint16_t> : update_block<float, float>;
+}
+inline UpdateBlock update_block_apart_of(int32_t grad, int32_t shadow) {
+    if (grad == kBFloat16)
+        return shadow == kBFloat16 ? update_block_apart<uint16_t, uint16_t> : update_block_apart<uint16_t, float>;
+    return shadow == kBFloat16 ? update_block_apart<float, uint16_t> : update_block_apart<float, float>;
 }
 
 // Segments cut into blocks, numbered through.
