@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slidedp.api import Policy, check_solver, load_hint, load_policy
+from slidedp.api import Policy, check_solver, deferred, load_hint, load_policy, pins_updates
 from slidedp.autopolicy import AutoPlan
 from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
@@ -32,6 +32,7 @@ def plan_on_paper(
     grad_dtype: torch.dtype | None = None,
     hbm_budget: int | str | None = None,
     host_budget: int | str | None = None,
+    max_grad_norm: float | None = None,
     policy: Policy = None,
     cost_model: CostModel | None = None,
     solver: str = "cp-sat",
@@ -48,6 +49,7 @@ def plan_on_paper(
         ranks: default: the machine's number of GPUs.
         compute_dtype: default: bfloat16, float32 on a machine without a GPU.
         grad_dtype: of returned gradients; default `compute_dtype`.
+        max_grad_norm: if given, updates wait for the norm, whatever the limit, and which of them speculate is decided.
         hbm_budget, host_budget, policy, cost_model, solver, hint, cache_dir: as for `slidedp.compile`.
         on_choice: is told what was chosen and how long it took, which is no part of the plan.
 
@@ -59,9 +61,10 @@ def plan_on_paper(
         if value < 1:
             raise ValueError(f"{name}={value!r} must be 1 or more")
     compute = compute_dtype or (torch.float32 if hw.gpu_name == "cpu" else torch.bfloat16)
+    pins = load_policy(policy)
     settings = Settings(
         hw=hw, compute_dtype=compute, grad_dtype=grad_dtype or compute, world_size=ranks or hw.num_gpus,
-        policy=load_policy(policy), cost_model=cost_model,
+        policy=pins if max_grad_norm is None else deferred(pins), may_speculate=not pins_updates(pins), cost_model=cost_model,
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         solver=check_solver(solver), hint=load_hint(hint), cache_dir=cache_folder(cache_dir))
