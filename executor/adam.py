@@ -146,7 +146,7 @@ class CpuAdam:
 
     def update(
         self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None, scale: float = 1.0,
-        *, what: What = What.UPDATE, side: int = 0,
+        *, what: What = What.UPDATE,
     ) -> None:
         """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
 
@@ -155,19 +155,19 @@ class CpuAdam:
         a gradient are left alone, moments and step count included. Padding is never touched.
         `scale`: an FP32 number that gradients are multiplied by; 1.0 changes no bit.
         `what`: SPECULATE writes the other side instead, and counts nothing; SETTLE, which may follow that, counts, and updates if
-        `scale` is not 1.0: else the other side is the state from here on. `side`: where the state of a group with two is.
+        `scale` is not 1.0: else the other side is the state from here on.
         Raises NonFiniteGradient; the tile of 512 (native) or the range (torch) with the bad element is then unchanged.
         """
         if self.native:
             flags = None if present is None else self._flags(group, present)
             handle = self.bind(group, lo, hi, what).handle
-            self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags, scale, side), step)
+            self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags, scale), step)
         elif what is What.SPECULATE:
-            self._torch_apart(group, lo, hi, step, present, side)
+            self._torch_apart(group, lo, hi, step, present)
         else:
             parts = self.parts(group, lo, hi, step, present)
             if what is What.UPDATE or scale != 1.0:
-                self._torch(group, *parts, step, scale, side)
+                self._torch(group, *parts, step, scale)
 
     def _flags(self, group: str, present: np.ndarray | Sequence[bool]) -> np.ndarray:
         flags = np.array(present, dtype=bool)
@@ -205,10 +205,11 @@ class CpuAdam:
         state, group, opt = self._state, bound.group, self.optimizer
         record, grad, shadow = self._groups[group].record, state.grad[group], state.shadow.get(group)
         library: Any = self.kernels.library
-        states = np.array([_addresses(state.state_of(group, side)) for side in (0, 1)], dtype=STATE)
+        states = np.array([_addresses(side) for side in state.both(group)], dtype=STATE)
         bound.handle = library.slidedp_update_create(
             bound.what,
             states.ctypes.data,
+            state.sides.address(group),
             grad.data_ptr(),
             DTYPE_CODES[grad.dtype],
             0 if shadow is None else DTYPE_CODES[shadow.dtype],
@@ -228,8 +229,8 @@ class CpuAdam:
 
     @torch.no_grad()
     def _torch(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int,
-               scale: float, side: int) -> None:
-        state, grad = self._state.state_of(group, side), self._state.grad[group]
+               scale: float) -> None:
+        state, grad = self._state.both(group)[self._state.sides.of(group, step)], self._state.grad[group]
         ranges = list(zip(index.tolist(), starts.tolist(), ends.tolist(), strict=True))
         for i, lo, hi in ranges:
             if not torch.isfinite(grad[lo:hi]).all():
@@ -246,10 +247,10 @@ class CpuAdam:
             state.shadow[lo:hi].copy_(param)
 
     @torch.no_grad()
-    def _torch_apart(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None,
-                     side: int) -> None:
+    def _torch_apart(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None) -> None:
         """A copy, and the update of that: torch has no AdamW that writes elsewhere."""
-        g, now, candidate = self._groups[group], self._state.state_of(group, side), self._state.state_of(group, 1 - side)
+        g, both, side = self._groups[group], self._state.both(group), self._state.sides.of(group, step)
+        now, candidate = both[side], both[1 - side]
         for old, new in ((now.master, candidate.master), (now.exp_avg, candidate.exp_avg), (now.exp_avg_sq, candidate.exp_avg_sq),
                          (now.shadow, candidate.shadow)):
             if old is not None and new is not None:

@@ -6,9 +6,9 @@ grads, control. The layout depends on the groups and on four of their decisions 
 A group whose state lives in HBM (resident.py) has a master here, for the user's parameters to be views of, and nothing else.
 
 A group whose updates speculate (passes/clipping.py) has its state twice, on two *sides*: one is the state, the other what it
-may be next. All groups change sides together, when a step's norm is known to need no clipping: it is one number for all ranks
-(sides.py), and no byte moves. The dictionaries below show the side that was last asked for (:meth:`HostState.show`), which is
-the state whenever nothing is in flight; a step's ops ask for theirs by number.
+may be next. It changes sides when a step's norm is known to need no clipping (sides.py); no byte moves. The dictionaries below
+show what was last asked for (:meth:`HostState.show`), which is the state whenever nothing is in flight; ops of a step ask by its
+number.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from slidedp.compiler.decisions import Decisions, Reduction, Source
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.residency import is_resident, speculates
 from slidedp.executor.segment import GIB, Exchange, SharedSegment
+from slidedp.executor.sides import Sides
 from slidedp.executor.words import Check, Words, WordsLayout
 
 _PAGE = 4096
@@ -138,7 +139,7 @@ class HostState:
     ``grad`` (the reduced gradient) grad_dtype ``[num_trainable]`` of trainable groups; ``shadow`` compute_dtype ``[numel]``
     of groups delivered from it; ``raw_grad[group][rank]`` of groups reduced on the host by several ranks. All zero at first.
     Resident groups have a ``master`` only, which the GPU copies from and to.
-    ``sides``: both sides of groups that speculate, see above.
+    ``pairs``: both sides of groups that speculate, and ``sides``, which of them is the state.
     ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order.
 
     `exchange`, `barrier`: collectives among the host's ranks, see :data:`slidedp.executor.segment.Exchange`.
@@ -200,31 +201,36 @@ class HostState:
                 flat[buffer].setdefault(group, [None] * self.world_size)[i] = tensor
             else:
                 (other if i else flat)[buffer][group] = tensor
-        self.sides: dict[str, tuple[GroupState, GroupState]] = {}
+        self.pairs: dict[str, tuple[GroupState, GroupState]] = {}
         self.master: dict[str, Tensor] = flat[Buffer.MASTER]
         self.exp_avg: dict[str, Tensor] = flat[Buffer.EXP_AVG]
         self.exp_avg_sq: dict[str, Tensor] = flat[Buffer.EXP_AVG_SQ]
         self.shadow: dict[str, Tensor] = flat[Buffer.SHADOW]
         self.grad: dict[str, Tensor] = flat[Buffer.GRAD]
         self.raw_grad: dict[str, list[Tensor]] = flat[Buffer.RAW_GRAD]
-        self.sides = {
-            name: (self.state_of(name), GroupState(master, other[Buffer.EXP_AVG][name], other[Buffer.EXP_AVG_SQ][name],
-                                                   other[Buffer.SHADOW].get(name)))
-            for name, master in other[Buffer.MASTER].items()}
+        for name, master in other[Buffer.MASTER].items():
+            moments = other[Buffer.EXP_AVG][name], other[Buffer.EXP_AVG_SQ][name]
+            self.pairs[name] = self.both(name)[0], GroupState(master, *moments, other[Buffer.SHADOW].get(name))
+        self.sides = Sides(self.pairs)
 
-    def state_of(self, group: str, side: int | None = None) -> GroupState:
-        """Of a trainable group, on `side`; None: as shown. The sides of a group that does not speculate are one."""
-        if side is not None and group in self.sides:
-            return self.sides[group][side]
-        return GroupState(self.master[group], self.exp_avg[group], self.exp_avg_sq[group], self.shadow.get(group))
+    def both(self, group: str) -> tuple[GroupState, GroupState]:
+        """Both sides of a trainable group; of one that does not speculate, its only one twice."""
+        if group not in self.pairs:
+            only = GroupState(self.master[group], self.exp_avg[group], self.exp_avg_sq[group], self.shadow.get(group))
+            return only, only
+        return self.pairs[group]
 
-    def show(self, side: int) -> None:
-        """The state of all groups is on `side`: that is what the dictionaries show."""
-        for name, sides in self.sides.items():
-            now = sides[side]
-            self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = now.master, now.exp_avg, now.exp_avg_sq
-            if now.shadow is not None:
-                self.shadow[name] = now.shadow
+    def show(self, step: int) -> list[str]:
+        """The dictionaries show the state that `step` begins with. Returns the groups that have changed sides."""
+        changed = []
+        for name, pair in self.pairs.items():
+            now = pair[self.sides.of(name, step)]
+            if self.master[name] is not now.master:
+                self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = now.master, now.exp_avg, now.exp_avg_sq
+                if now.shadow is not None:
+                    self.shadow[name] = now.shadow
+                changed.append(name)
+        return changed
 
     def views(self, buffer: Buffer | str, group: str) -> list[Tensor]:
         """One tensor a parameter, in its shape, in the order of ``Group.params``; buffers of trainable parts: those only.
@@ -267,8 +273,8 @@ class HostState:
         """Flat tensors that this rank's GPU copies from or to, to be registered with CUDA: shadows, gradients, own raw ones, and
         the masters of resident groups.
         """
-        sides = [side.shadow for name, both in self.sides.items() for side in both if side.shadow is not None]
-        out = [*(t for name, t in self.shadow.items() if name not in self.sides), *sides]
+        out = [side.shadow for pair in self.pairs.values() for side in pair if side.shadow is not None]
+        out += [t for name, t in self.shadow.items() if name not in self.pairs]
         out += [*self.grad.values(), *(ranks[self.rank] for ranks in self.raw_grad.values())]
         out += [self.master[name] for name in self._resident]
         return [t for t in out if t.numel()]
@@ -282,9 +288,9 @@ class HostState:
         """
         kept: dict[str, Tensor] = {}
         if keep_master and "master" in self._segments:
-            moved = {name: self.master[name] for name, (first, _) in self.sides.items() if self.master[name] is not first.master}
+            moved = {name: self.master[name] for name, (first, _) in self.pairs.items() if self.master[name] is not first.master}
             for name, master in moved.items() if agreed else ():
-                self.sides[name][0].master.copy_(master)  # every rank the same bytes; shared memory, and so still one copy
+                self.pairs[name][0].master.copy_(master)  # every rank the same bytes; shared memory, and so still one copy
             private = self._segments["master"].remap_private()
             for (buffer, group, side), p in self.layout.places.items():
                 if buffer is Buffer.MASTER and side == 0:
@@ -295,7 +301,7 @@ class HostState:
         return kept
 
     def _release(self) -> None:
-        for name in ("master", "exp_avg", "exp_avg_sq", "shadow", "grad", "raw_grad", "sides"):
+        for name in ("master", "exp_avg", "exp_avg_sq", "shadow", "grad", "raw_grad", "pairs"):
             setattr(self, name, {})
         for segment in self._segments.values():
             segment.close()

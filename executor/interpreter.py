@@ -51,6 +51,7 @@ class Interpreter:
         self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
+        self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
         self.last_compute = graph.on(Stream.GPU)[-1].name
@@ -141,8 +142,9 @@ class Interpreter:
     def state(self, ref: Ref) -> Callable[[Step], torch.Tensor]:
         """The elements of an access to `P` or `S` on the host, wherever a step has them."""
         lo, hi = self.span(ref)
-        first, second = (both[lo:hi] for both in self.machine.state_buffers(ref.value[0], ref.group))
-        return (lambda step: first) if first is second else (lambda step: second if step.side else first)
+        group, flat = ref.group, self.machine.state_buffers(ref.value[0], ref.group)
+        first, second = (side[lo:hi] for side in flat)
+        return (lambda step: first) if flat[0] is flat[1] else (lambda step: second if step.side(group) else first)
 
     def host(self, ref: Ref) -> torch.Tensor:
         lo, hi = self.span(ref)

@@ -136,14 +136,13 @@ class HostKernels:
         )
         return bad
 
-    def update(self, handle: int, step: int, lr: float, present: np.ndarray | None, scale: float = 1.0, side: int = 0) -> int:
+    def update(self, handle: int, step: int, lr: float, present: np.ndarray | None, scale: float = 1.0) -> int:
         """A native update (see :class:`slidedp.executor.adam.BoundUpdate`). `present`: bool, one a parameter of the group.
-        `side`: see :meth:`slidedp.executor.adam.CpuAdam.update`.
 
         Returns as :meth:`adamw` does.
         """
         flags = None if present is None else present.ctypes.data
-        bad: int = self._library.slidedp_update_now(self._pool, handle, step, lr, flags, scale, side)
+        bad: int = self._library.slidedp_update_now(self._pool, handle, step, lr, flags, scale)
         return bad
 
 

@@ -3,7 +3,6 @@
     Machine   built once per plan from the first specialisation's graph; shared by all of them
       Backend, Streams    where ops run (backend.py, cuda.py, streams.py)
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
-      Sides               which of two buffers is the state of groups whose updates speculate (sides.py)
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
@@ -40,7 +39,6 @@ from slidedp.executor.kernels import HostKernels, Kernel
 from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
-from slidedp.executor.sides import Sides
 from slidedp.executor.stages import StageRunner
 from slidedp.executor.step import Step
 from slidedp.executor.step_updates import StepUpdates, noting
@@ -84,8 +82,6 @@ class Machine:
         self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
-        self.sides = Sides()
-        self.shown_side = 0
         self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
@@ -147,10 +143,10 @@ class Machine:
 
     def state_buffers(self, head: str, group: str) -> tuple[Tensor, Tensor]:
         """Flat masters (P) or shadows (S) of a group, on both sides; of a group that does not speculate, one twice."""
-        if group not in self.state.sides:
+        if group not in self.state.pairs:
             flat = (self.state.master if head == "P" else self.state.shadow)[group]
             return flat, flat
-        first, second = (side.master if head == "P" else side.shadow for side in self.state.sides[group])
+        first, second = (side.master if head == "P" else side.shadow for side in self.state.pairs[group])
         assert first is not None, f"{group} has no shadow"
         assert second is not None
         return first, second
@@ -186,9 +182,8 @@ class Machine:
 
     def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE) -> None:
         """AdamW on this rank's part of a returned gradient chunk, times `scale`."""
-        present, side = self.present(group, step), step.side
         with noting(step, group) if what is not What.SPECULATE else nullcontext():
-            self.adam.update(group, lo, hi, step.number, present, scale, what=what, side=side)
+            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale, what=what)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""
@@ -247,7 +242,7 @@ class Machine:
         self.in_flight = step
         if step.training and self.resident:
             self.resident.newest = step.turn
-        step.op_names = interpreter.op_names
+        step.op_names, step.speculating = interpreter.op_names, interpreter.speculating
         try:
             interpreter.run(step, previous)
             self.when_drained(interpreter, step)
@@ -352,21 +347,18 @@ class Machine:
     def expose_model(self) -> None:
         """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
         self.show_resident()
-        self.show_side(self.sides.of(self.num_steps + 1))
+        self.show_state(self.num_steps)
         self.binding.restore()
         self.exposed = True
 
-    def show_side(self, side: int) -> None:
-        """Host state and parameters show this side of groups that speculate. Nothing may be in flight."""
-        if side != self.shown_side:
-            self.state.show(side)
-            self.binding.release({name: self.state.master[name] for name in self.state.sides})
-            self.shown_side = side
+    def show_state(self, step: int) -> None:
+        """Host state and parameters are as after `step`. Nothing may be in flight."""
+        changed = self.state.show(step + 1)
+        self.binding.release({name: self.state.master[name] for name in changed})
 
-    def last_side(self) -> int:
-        """Where the state is after the last step that all ranks have ended: whatever has failed since has not touched it."""
-        ended = [n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)]
-        return self.sides.of(max(ended, default=0) + 1)
+    def last_ended(self) -> int:
+        """The last training step that all ranks have ended: the candidates of one that has failed since are not taken."""
+        return max((n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)), default=0)
 
     def show_resident(self) -> None:
         """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
@@ -424,7 +416,7 @@ class Machine:
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
-            self.show_side(self.last_side())
+            self.show_state(self.last_ended())
             self.binding.restore()
             self.backend.close()
             if healthy:

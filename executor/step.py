@@ -46,6 +46,8 @@ class Step:
     started_s: float = field(default_factory=time.perf_counter)
     updated: set[str] = field(default_factory=set)
     op_names: tuple[str, ...] = ()
+    speculating: frozenset[str] = frozenset()
+    """Groups that it makes candidates for."""
     epilogue: Ticket = None  # type: ignore[assignment]  # once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
@@ -111,13 +113,12 @@ class Step:
         kept = clip.scale == 1.0
         if not kept:
             self.candidate_cell[0] = math.nan
-        self.machine.sides.decide(self.number, kept=kept)
+        self.machine.state.sides.decide(self.number, self.speculating if kept else ())
         self.clip = clip
 
-    @property
-    def side(self) -> int:
-        """Where the step finds the state of groups that speculate. Only for ops that read or write it, when they run."""
-        return self.machine.sides.of(self.number if self.training else self.number + 1)
+    def side(self, group: str) -> int:
+        """Where the step finds the state of a group that speculates. Only for ops that read or write it, when they run."""
+        return self.machine.state.sides.of(group, self.number if self.training else self.number + 1)
 
     def update_scale(self) -> float | None:
         """What an update multiplies gradients by; None if there is to be none, on every rank alike. May wait for the loss."""

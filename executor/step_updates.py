@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class StepUpdates:
     """Passes a step's updates to the native queue, which checks for itself what a Python update would ask.
 
-    That is: that the ranks' words have been reached, that the loss is finite, which parameters have a gradient, what to
-    multiply gradients by, and where the state is.
+    That is: that the ranks' words have been reached, that the loss is finite, which parameters have a gradient, and what to
+    multiply gradients by; also where the state is.
     """
 
     def __init__(self, machine: Machine, step: Step) -> None:
@@ -31,7 +31,7 @@ class StepUpdates:
         scale, candidate = (cell.ctypes.data if machine.clipping else None for cell in (step.scale_cell, step.candidate_cell))
         self._constants = {
             what: StepConstants(step.number, self._adam.lr(step.number), step.turn + 1, losses,
-                                candidate if what is What.SPECULATE else scale, machine.sides.address(step.number))
+                                candidate if what is What.SPECULATE else scale)
             for what in What}
 
     def submit(self, op: Op, bound: BoundUpdate, first_param: int, waits: Sequence[Ticket],

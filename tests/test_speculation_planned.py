@@ -78,7 +78,7 @@ def test_no_more_than_the_host_has_room_for(host_bound):
 
 
 def test_a_step_that_the_gpu_binds_needs_none():
-    layers = stack(12, 2**24, 2**20, tokens=2**16, width=1024)
+    layers = stack(12, 2**24, 2**20, tokens=2**19, width=1024)
     problem = problem_of(layers, Settings(H200, torch.bfloat16, torch.bfloat16, policy={"update": "deferred"}))
     deferred = default_decisions(layers, H200, policy={"update": "deferred"})
     assert with_fewest(problem, AutoPlan(deferred)).decisions == deferred

@@ -168,11 +168,11 @@ int64_t slidedp_adamw(void* pool, float* p, float* m, float* v, const void* grad
 }
 
 // An update of `queue.cpp` done at once, by the caller and its pool; `present`: one flag a parameter, or null. Returns as above.
-int64_t slidedp_update_now(void* pool, const void* update, int64_t step, double lr, const uint8_t* present, double scale,
-                           int64_t side) {
+int64_t slidedp_update_now(void* pool, const void* update, int64_t step, double lr, const uint8_t* present,
+                           double scale) {
     auto* the = static_cast<const Update*>(update);
     Blocks blocks = the->begin(step, lr, Present{present, 1, 0}, float(scale));
-    return run_blocks(static_cast<Pool*>(pool), blocks.count(), [&](int64_t block) { return the->run(blocks, block, side); });
+    return run_blocks(static_cast<Pool*>(pool), blocks.count(), [&](int64_t block) { return the->run(step, blocks, block); });
 }
 
 void slidedp_cast(void* pool, const float* source, void* out, int32_t dtype, int64_t numel) {

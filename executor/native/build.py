@@ -81,12 +81,10 @@ class Ranks(ctypes.Structure):
 
 class StepConstants(ctypes.Structure):
     """Mirrors ``struct Step``: what all updates of a step share. Addresses, or 0: `losses`, of rank 0's loss cell;
-    `scale`, of the double that gradients are multiplied by, NaN for no update; `side`, of the int64 that says which buffers of a
-    group that speculates are its state. Both are there when an update may begin.
+    `scale`, of the double that gradients are multiplied by, which is there when an update may begin; NaN for no update.
     """
 
-    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER), ("scale", _POINTER),
-                ("side", _POINTER)]
+    _fields_ = [("step", _INT64), ("lr", _DOUBLE), ("loss_stamp", _INT64), ("losses", _POINTER), ("scale", _POINTER)]
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -98,10 +96,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "slidedp_update_create": (
         _POINTER,
-        [_INT32, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
+        [_INT32, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
     ),
     "slidedp_update_destroy": (None, [_POINTER]),
-    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE, _INT64]),
+    "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),
     "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),
     "slidedp_queue_close": (None, [_POINTER]),
     "slidedp_queue_destroy": (None, [_POINTER]),

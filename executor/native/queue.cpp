@@ -46,7 +46,6 @@ struct Step {  // mirrors StepConstants in executor/native/build.py
     int64_t loss_stamp;
     const int64_t* losses;  // (stamp, bits of a double), one a rank; an update waits for `loss_stamp` in all. Null: no wait
     const double* scale;    // of gradients, or NaN for no update; there when the update may begin. Null: 1
-    const int64_t* side;    // which of a speculating group's buffers are the state; there when the update may begin. Null: 0
 };
 struct Gate {  // mirrors GATE: open once every rank's word has reached `at_least`
     const int64_t* words;
@@ -93,7 +92,6 @@ struct Task {
         return std::isfinite(total);
     }
     float scale() const { return step.scale ? float(*step.scale) : 1.0f; }
-    int64_t side() const { return step.side ? *step.side : 0; }
 };
 
 class Queue {
@@ -170,7 +168,7 @@ private:
             int64_t wake = sleeping_ > 0 && (more || !ready_.empty()) ? 2 : 0;  // and each of the two wakes two
             lock.unlock();
             for (; wake > 0; wake--) work_.notify_one();
-            int64_t bad = task->update->run(task->blocks, block, task->side());
+            int64_t bad = task->update->run(task->step.step, task->blocks, block);
             lock.lock();
             if (bad >= 0) {
                 task->bad = task->bad < 0 ? bad : std::min(task->bad, bad);
@@ -268,12 +266,12 @@ private:
 
 extern "C" {
 
-// `states`: two, the same twice if the group does not speculate.
-void* slidedp_update_create(int32_t what, const State* states, const void* grad, int32_t grad_dtype, int32_t shadow_dtype,
+// `states`: two, the same twice if the group does not speculate; `sides` is then null.
+void* slidedp_update_create(int32_t what, const State* states, const int64_t* sides, const void* grad, int32_t grad_dtype, int32_t shadow_dtype,
                             const Part* parts, int64_t num_parts, int64_t* counts, int64_t num_params, const Recipe* recipe) {
     bool apart = What(what) == What::kSpeculate;
     UpdateBlock run = apart ? update_block_apart_of(grad_dtype, shadow_dtype) : update_block_of(grad_dtype, shadow_dtype);
-    return new (std::nothrow) Update(What(what), {states[0], states[1]}, grad, run, std::vector<Part>(parts, parts + num_parts),
+    return new (std::nothrow) Update(What(what), {states[0], states[1]}, sides, grad, run, std::vector<Part>(parts, parts + num_parts),
                                      counts, num_params, *recipe);
 }
 void slidedp_update_destroy(void* update) { delete static_cast<Update*>(update); }

@@ -37,16 +37,19 @@ enum class What : int32_t {  // mirrors What in executor/native/build.py
     kSettle = 2,     // once the scale is known: nothing if it is 1, for then the other side is the state; else as kUpdate
 };
 
-// `states`: the group's buffers, of both sides if it speculates. Which is the state, each step says.
+constexpr int64_t kSideDepth = 8;  // DEPTH in executor/sides.py
+
+// `states`: the group's buffers, of both sides if it speculates. Which is the state when a step begins, `sides` says (the
+// entry of that step, modulo kSideDepth), by the time that the update may begin.
 // `counts`: [step last counted, gradients so far of each trainable parameter of the group...], shared by the group's updates.
 class Update {
 public:
-    Update(What what, const State (&states)[2], const void* grad, UpdateBlock run, std::vector<Part> parts, int64_t* counts,
+    Update(What what, const State (&states)[2], const int64_t* sides, const void* grad, UpdateBlock run, std::vector<Part> parts, int64_t* counts,
            int64_t num_params, const Recipe& recipe)
-        : what_(what), run_(run), parts_(std::move(parts)), counts_(counts), num_params_(num_params), recipe_(recipe),
+        : what_(what), sides_(sides), run_(run), parts_(std::move(parts)), counts_(counts), num_params_(num_params), recipe_(recipe),
           betas_{float(recipe.beta1), float(1 - recipe.beta1), float(recipe.beta2), float(1 - recipe.beta2), float(recipe.eps)} {
         for (int side = 0; side < 2; side++)
-            sides_[side] = {states[side], grad, states[what == What::kSpeculate ? 1 - side : side]};
+            tensors_[side] = {states[side], grad, states[what == What::kSpeculate ? 1 - side : side]};
     }
 
     // The blocks of `step`, which is counted at a group's first call for it (by what speculates: for itself alone, for the step
@@ -79,14 +82,14 @@ public:
         return Blocks(std::move(segments));
     }
     // -1, or the first element of what was left untouched because its gradient is not finite.
-    // `side`: of the two, the one that is the state.
-    int64_t run(const Blocks& blocks, int64_t block, int64_t side) const {
-        return blocks.update(block, run_, sides_[side], betas_);
+    int64_t run(int64_t step, const Blocks& blocks, int64_t block) const {
+        return blocks.update(block, run_, tensors_[sides_ ? sides_[step % kSideDepth] : 0], betas_);
     }
 
 private:
     What what_;
-    Tensors sides_[2];
+    Tensors tensors_[2];
+    const int64_t* sides_;
     UpdateBlock run_;
     std::vector<Part> parts_;
     int64_t* counts_;
