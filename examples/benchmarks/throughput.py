@@ -1,4 +1,4 @@
-"""Tokens per second of a Qwen3 shape through plans, beside a compute-only reference in the same process.
+r"""Tokens per second of a Qwen3 shape through plans, beside a compute-only reference in the same process.
 
     python examples/benchmarks/throughput.py --size 4B --batch 16,64
     python examples/benchmarks/throughput.py --size 4B --batch 8,16 --measure solver=rule state=host act=recompute / solver=cp-sat
