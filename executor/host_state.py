@@ -220,6 +220,16 @@ class HostState:
             return only, only
         return self.pairs[group]
 
+    def delivered_from(self, group: str, *, cast: bool) -> tuple[Tensor, Tensor]:
+        """What deliveries read of a group, on both sides: masters that are `cast`, or shadows. One twice, as for :meth:`both`."""
+        if group not in self.pairs:
+            flat = (self.master if cast else self.shadow)[group]
+            return flat, flat
+        first, second = (side.master if cast else side.shadow for side in self.pairs[group])
+        assert first is not None, f"{group} has no shadow"
+        assert second is not None
+        return first, second
+
     def show(self, step: int) -> list[str]:
         """The dictionaries show the state that `step` begins with. Returns the groups that have changed sides."""
         changed = []

@@ -142,7 +142,8 @@ class Interpreter:
     def state(self, ref: Ref) -> Callable[[Step], torch.Tensor]:
         """The elements of an access to `P` or `S` on the host, wherever a step has them."""
         lo, hi = self.span(ref)
-        group, flat = ref.group, self.machine.state_buffers(ref.value[0], ref.group)
+        group = ref.group
+        flat = self.machine.state.delivered_from(group, cast=ref.value[0] == "P")
         first, second = (side[lo:hi] for side in flat)
         return (lambda step: first) if flat[0] is flat[1] else (lambda step: second if step.side(group) else first)
 

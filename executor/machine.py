@@ -141,16 +141,6 @@ class Machine:
                 return self.raw_gradient(group, self.rank)
         raise AssertionError(f"{head}.{group} has no host buffer")
 
-    def state_buffers(self, head: str, group: str) -> tuple[Tensor, Tensor]:
-        """Flat masters (P) or shadows (S) of a group, on both sides; of a group that does not speculate, one twice."""
-        if group not in self.state.pairs:
-            flat = (self.state.master if head == "P" else self.state.shadow)[group]
-            return flat, flat
-        first, second = (side.master if head == "P" else side.shadow for side in self.state.pairs[group])
-        assert first is not None, f"{group} has no shadow"
-        assert second is not None
-        return first, second
-
     def raw_gradient(self, group: str, rank: int) -> Tensor:
         """A rank's unreduced gradient, flat; every rank's is in shared memory."""
         return self.state.raw_grad[group][rank]
