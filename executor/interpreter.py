@@ -20,7 +20,9 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
+from slidedp.executor.native.build import What
 from slidedp.executor.step import Step
+from slidedp.executor.step_updates import count_update
 
 if TYPE_CHECKING:
     from slidedp.executor.adam import BoundUpdate
@@ -52,6 +54,7 @@ class Interpreter:
         self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
+        self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
         self.last_compute = graph.on(Stream.GPU)[-1].name
@@ -155,6 +158,14 @@ class Interpreter:
         slot = self.machine.buffers[ref.place]
         return slot[: hi - lo] if ref.value[:2] in ("T.", "R.") else slot[lo:hi]
 
+    def state(self, ref: Ref) -> Callable[[Step], torch.Tensor]:
+        """The elements of an access to `P` or `S` on the host, wherever a step has them."""
+        lo, hi = self.span(ref)
+        group = ref.group
+        flat = self.machine.state.delivered_from(group, cast=ref.value[0] == "P")
+        first, second = (side[lo:hi] for side in flat)
+        return (lambda step: first) if flat[0] is flat[1] else (lambda step: second if step.side(group) else first)
+
     def host(self, ref: Ref) -> torch.Tensor:
         lo, hi = self.span(ref)
         return self.machine.host_buffer(ref.value[0], ref.group)[lo:hi]
@@ -165,27 +176,29 @@ class Interpreter:
     # ---- delivery ----
 
     def host_cast(self, op: Op) -> Task:
-        source, target = self.host(op.reads[0]), self.device(op.writes[0])
+        source, target = self.state(op.reads[0]), self.device(op.writes[0])
         cast, count = self.machine.casting.cast, op.bytes
 
         def task(step: Step) -> None:
-            cast(source, target)
+            cast(source(step), target)
             step.count("host_cast", count)
 
         return task
 
     def h2d(self, op: Op) -> Task:
         read, target = op.reads[0], self.device(op.writes[0])
-        source = self.device(read) if read.place else self.host(read)
-        return self.copy(source, target, op)
+        if not read.place:
+            return self.copy(self.state(read), target, op)
+        staged = self.device(read)
+        return self.copy(lambda step: staged, target, op)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, op: Op) -> Task:
+    def copy(self, source: Callable[[Step], torch.Tensor], target: torch.Tensor, op: Op) -> Task:
         copy, kind = self.machine.backend.copy, op.kind.value
-        assert source.numel() * source.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {source.nbytes}"
+        assert target.numel() * target.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {target.nbytes}"
 
         def task(step: Step) -> None:
-            copy(target, source)
-            step.count(kind, source.nbytes)
+            copy(target, source(step))
+            step.count(kind, target.nbytes)
 
         return task
 
@@ -295,7 +308,8 @@ class Interpreter:
         return task
 
     def d2h(self, op: Op) -> Task:
-        return self.copy(self.device(op.reads[0]), self.host(op.writes[0]), op)
+        source = self.device(op.reads[0])
+        return self.copy(lambda step: source, self.host(op.writes[0]), op)
 
     def host_reduce(self, op: Op) -> Task:
         lo, hi = self.span(op.reads[0])
@@ -366,16 +380,22 @@ class Interpreter:
         return task
 
     def cpu_update(self, op: Op) -> Task:
+        return self.update(op, What.SPECULATE if op.writes[0].value.startswith("C.") else What.UPDATE)
+
+    def settle(self, op: Op) -> Task:
+        return self.update(op, What.SETTLE)
+
+    def update(self, op: Op, what: What) -> Task:
         (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
         if self.machine.adam.native:
-            self.bound[op.name] = self.machine.adam.bind(group, lo, hi), self.machine.param_span(group)[0]
+            self.bound[op.name] = self.machine.adam.bind(group, lo, hi, what), self.machine.param_span(group)[0]
 
         def task(step: Step) -> None:
             scale = step.update_scale()
-            if scale is None:
+            if scale is None or (what is What.SPECULATE and scale != 1.0):  # known by now: nobody would take it
                 return
-            update(group, lo, hi, step, scale)
-            step.count("cpu_update", hi - lo)
+            update(group, lo, hi, step, scale, what)
+            count_update(step, what, hi - lo)
 
         return task
 

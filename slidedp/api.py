@@ -70,7 +70,8 @@ def compile(
         compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
         grad_dtype: of gradients returned to the host; default `compute_dtype`.
         max_grad_norm: clip by the exact norm of all gradients of all ranks, as `torch.nn.utils.clip_grad_norm_` does (inf: only
-            take it). Updates then wait for the norm, and run under the next forward (decision `update`: deferred).
+            take it). Updates then wait for the norm and run under the next forward (decision `update`: deferred), or, of as many
+            layers as that makes the step faster and the host has room for, go ahead into second buffers (speculative).
         skip_nonfinite: leave out a step with a NaN or Inf in loss or gradients as a whole, instead of raising; default: if
             `max_grad_norm` is given. Updates wait too.
         device: default: this rank's GPU if there is one, else the CPU.
@@ -112,6 +113,7 @@ def compile(
         raise ValueError(f"update_kernel={update_kernel!r}: use 'auto', 'native' or 'torch'")
     check_patience(peer_timeout_s, peer_absence_s)
     pins = load_policy(policy)
+    open_to_speculation = not pins_updates(pins)
     if skip or max_grad_norm is not None:
         pins = deferred(pins)
     settings = Settings(
@@ -122,7 +124,8 @@ def compile(
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
         cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
-        solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint))
+        solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint),
+        may_speculate=open_to_speculation and ranks.rank == 0)
     options = MachineOptions(update_kernel, num_threads, skip_nonfinite=skip,
                              max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
                              peer_timeout_s=float(peer_timeout_s), peer_absence_s=float(peer_absence_s))
@@ -142,6 +145,15 @@ def check_patience(peer_timeout_s: float, peer_absence_s: float) -> None:
     for name, seconds in (("peer_timeout_s", peer_timeout_s), ("peer_absence_s", peer_absence_s)):
         if not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"{name}={seconds!r}: a positive number of seconds, inf to wait for ever")
+
+
+def pins_updates(policy: Mapping[str, Any] | PlanFile | None) -> bool:
+    """True if `policy` says when updates run, of all groups or of some."""
+    if policy is None or isinstance(policy, PlanFile):
+        return policy is not None
+    layers = policy.get("layers")
+    of_layers = layers.values() if isinstance(layers, Mapping) else ()
+    return "update" in policy or any(isinstance(pins, Mapping) and "update" in pins for pins in of_layers)
 
 
 def check_solver(solver: str) -> str:

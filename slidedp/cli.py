@@ -117,6 +117,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--host-budget", type=parse_size, metavar="SIZE", help="of the host, all ranks together")
     plan.add_argument("--compute-dtype", choices=sorted(DTYPES), help="default: bfloat16 (float32 without a GPU)")
     plan.add_argument("--grad-dtype", choices=sorted(DTYPES), help="of returned gradients; default: the compute dtype")
+    plan.add_argument("--max-grad-norm", type=float, metavar="X", help="plan for clipping by the norm of all gradients")
     plan.add_argument("--solver", choices=SOLVERS, default="cp-sat", help="default: %(default)s")
     plan.add_argument("--hint", metavar="PLAN", help="an earlier plan to start the solver from")
     plan.add_argument("--cache-dir", metavar="DIR", help="of solved plans; default $SLIDEDP_CACHE or ~/.cache/slidedp; '': none")
@@ -161,8 +162,8 @@ def run_plan(args: argparse.Namespace) -> int:
     plan = plan_on_paper(
         args.model, args.hw, batch=args.batch, seq=args.seq, ranks=args.ranks, policy=read_policy(args.policy, args.fix),
         hbm_budget=args.hbm_budget, host_budget=args.host_budget, compute_dtype=DTYPES.get(args.compute_dtype),
-        grad_dtype=DTYPES.get(args.grad_dtype), solver=args.solver, hint=args.hint, cache_dir=args.cache_dir,
-        on_choice=chosen.append)
+        grad_dtype=DTYPES.get(args.grad_dtype), max_grad_norm=args.max_grad_norm, solver=args.solver, hint=args.hint,
+        cache_dir=args.cache_dir, on_choice=chosen.append)
     warn_of_missing_gpus(args.hw, plan.world_size)
     if dump:
         lower(plan.layers, plan.decisions, hbm_budget=args.hbm_budget, dump=dump)

@@ -2,7 +2,8 @@
 
 `solver="cp-sat"`, the default, starts from the rule's decisions, which are also what is kept when solving finds nothing better
 in simulation, when the step is tiny (see autopolicy.py: short tests and toys plan as fast as before), and, with one warning,
-where ortools is not installed. Solved decisions are cached by all that they depend on.
+where ortools is not installed. Solved decisions are cached by all that they depend on. Which groups speculate is decided around
+that: see speculation.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from slidedp.autopolicy import AutoPlan, Problem, auto_plan, is_tiny
 from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices, pinned_slots
 from slidedp.compiler.costs import WithFallback
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, default_decisions, num_head_chunks
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.frames import find_frames, smallest_frame
@@ -31,6 +32,7 @@ from slidedp.compiler.predict import predict, price
 from slidedp.compiler.timeline import Timeline
 from slidedp.passes.pipeline import lower
 from slidedp.plancache import fingerprint, load_plan_for, store_plan
+from slidedp.speculation import with_fewest, with_most
 
 if TYPE_CHECKING:
     from slidedp.planner import Settings
@@ -49,7 +51,17 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
         policy.require(layers)
         return AutoPlan(policy.decisions)
     problem, rule = problem_and_rule(layers, settings, measurement)
-    if settings.solver == "rule" or is_tiny(problem, rule):
+    speculates = settings.may_speculate and rule.update is Update.DEFERRED
+    if (settings.solver == "rule" and not speculates) or is_tiny(problem, rule):
+        return AutoPlan(rule)
+    if not speculates:
+        return solved(problem, rule, layers, settings)
+    return with_fewest(problem, solved(problem, with_most(problem, rule), layers, settings))
+
+
+def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Settings) -> AutoPlan:
+    """From the rule's decisions on, as far as there is a solver and it is asked for."""
+    if settings.solver == "rule":
         return AutoPlan(rule)
     if find_spec("ortools") is None:
         warnings.warn("ortools is not installed: the plan is the default rule's, not a solved one (pip install 'ortools>=9.15')",

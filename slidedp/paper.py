@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidedp.api import Policy, check_solver, load_hint, load_policy
+from slidedp.api import Policy, check_solver, deferred, load_hint, load_policy, pins_updates
 from slidedp.autopolicy import AutoPlan
 from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
@@ -33,6 +33,7 @@ def plan_on_paper(
     grad_dtype: torch.dtype | None = None,
     hbm_budget: int | str | None = None,
     host_budget: int | str | None = None,
+    max_grad_norm: float | None = None,
     policy: Policy = None,
     cost_model: CostModel | None = None,
     solver: str = "cp-sat",
@@ -49,15 +50,18 @@ def plan_on_paper(
         ranks: default: the machine's number of GPUs.
         compute_dtype: default: bfloat16, float32 on a machine without a GPU.
         grad_dtype: of returned gradients; default `compute_dtype`.
+        max_grad_norm: if given, updates wait for the norm, whatever the limit, and which of them speculate is decided.
         hbm_budget, host_budget, policy, cost_model, solver, hint, cache_dir: as for `slidedp.compile`.
         on_choice: is told what was chosen and how long it took, which is no part of the plan.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
     """
+    pins = load_policy(policy)
     settings = settings_on_paper(
-        load_profile(hw_profile), ranks, compute_dtype=compute_dtype, grad_dtype=grad_dtype, policy=load_policy(policy),
-        cost_model=cost_model, hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
+        load_profile(hw_profile), ranks, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
+        policy=pins if max_grad_norm is None else deferred(pins), may_speculate=not pins_updates(pins), cost_model=cost_model,
+        hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         solver=check_solver(solver), hint=load_hint(hint), cache_dir=cache_folder(cache_dir))
     planner, draft = draft_on_paper(model, settings, batch, seq)

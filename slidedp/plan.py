@@ -404,10 +404,12 @@ class Plan:
         return memory_of(self._spec)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called; and, if
-        there were any, `skipped_steps`; `save_stall_us`: for how long updates have waited for saves beside training.
+        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called;
+        `save_stall_us`, for how long updates have waited for saves beside training; and, of a plan that takes the norm of its
+        gradients, `clipped_steps`, `skipped_steps`, and `redone_update`: parameters whose update speculated and was done again.
         """
-        return dict(self._machine.counters) if self._machine is not None else {}
+        counters = {} if self._machine is None else dict(self._machine.counters)
+        return {name: n for name, n in counters.items() if n}
 
     def __str__(self) -> str:
         return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)

@@ -48,6 +48,7 @@ class Settings:
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
     `update_threads`: of each rank, where they are known. `solver`, `hint`: see slidedp/decide.py. `cache_dir`: None for no cache.
+    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided.
     """
 
     hw: HardwareProfile
@@ -66,6 +67,7 @@ class Settings:
     hint: PlanFile | None = None
     cache_dir: Path | None = None
     update_threads: int | None = None
+    may_speculate: bool = False
 
     def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
         """What ops of a plan of `layers` cost, each alone."""
