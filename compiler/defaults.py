@@ -161,7 +161,7 @@ def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host
         raise BudgetError(
             f"{graph.model or 'model'}: a window of {decisions.window} weight slots needs {format_bytes(memory.hbm_bytes)} "
             f"of HBM, {format_bytes(memory.hbm_bytes - hbm_budget)} more than the budget of {format_bytes(hbm_budget)} "
-            f"({_largest(memory.hbm)}); use fewer or shorter sequences, a smaller window, or raise hbm_budget"
+            f"({_largest(memory.hbm)}); use fewer or shorter sequences, more slices, a smaller window, or raise hbm_budget"
         )
     if memory.host_bytes > host_budget:
         remedy = "pin source=cast, which needs no shadow, " if memory.host["shadow"] else "use a host with more memory "

@@ -3,6 +3,7 @@ it has kept nothing; each for all micro-batches (lanes) of the step in turn, so 
 
 The result has no transfers yet: weights (`W`) and gradients (`G`) are named but come from and go to nowhere. Gradients are summed
 over the lanes in their order: in `G` itself if it is FP32, else in an FP32 sum of the stage (`A`), which the last lane rounds.
+What several stages add to (a tied embedding) is summed stage by stage, so its last bits are not those of one lane after another.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def plan_on_paper(
         solver=check_solver(solver), hint=load_hint(hint), cache_dir=cache_folder(cache_dir))
     planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
     tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
-    draft = planner.draft({"input_ids": tokens, "labels": tokens})
+    draft = planner.draft(planner.lanes({"input_ids": tokens, "labels": tokens}))
     decisions = planner.decide(draft)
     if on_choice and planner.chosen:
         on_choice(planner.chosen)

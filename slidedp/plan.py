@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
-from slidedp.batch import BatchError, check_batch
+from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages, measured_stages
 from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
 from slidedp.compiler.decisions import Decisions
@@ -32,7 +32,7 @@ from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.step import Step, StepResult
+from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
@@ -50,7 +50,7 @@ class Plan:
     """A compiled training step. Made by :func:`slidedp.compile`; use it as a context manager or call :meth:`close`."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks, optimizer: AdamW, options: MachineOptions,
-                 example: Mapping[str, Tensor] | None) -> None:
+                 example: Batches | None) -> None:
         self._model, self._settings, self._ranks, self._optimizer, self._options = model, settings, ranks, optimizer, options
         self.optimizer = LearningRate(optimizer.lr)
         """For schedulers of torch and transformers: ``param_groups[0]["lr"]`` is the next step's learning rate (rank 0's)."""
@@ -66,8 +66,12 @@ class Plan:
 
     # ---- training ----
 
-    def run(self, batch: Mapping[str, Tensor]) -> StepResult:
+    def run(self, batch: Batches) -> StepResult:
         """Forward, backward, reduce and update on this rank's `batch`: one synchronous step of all ranks.
+
+        A sequence of batches is one step, too: each layer's weights are delivered once for all of these micro-batches, gradients
+        are summed on the device and return once, and the loss is the mean over the tokens of all of them. They may differ in
+        shape. All ranks give as many.
 
         Returns once the loss is known; the rest of the step goes on, and the next `run` waits for what it needs. The batch
         may be refilled at once. Look at the model through :attr:`model`, which waits.
@@ -86,7 +90,7 @@ class Plan:
         machine.warn_of_skips()
         return StepResult(step, lr, machine.steps_before + step.number)
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+    def evaluate(self, batch: Batches) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
         self._require_open()
         if self._machine is not None:
@@ -97,7 +101,7 @@ class Plan:
             machine.synchronize()
         return step.global_loss()
 
-    def measure(self, batches: Iterable[Mapping[str, Tensor]]) -> Timeline:
+    def measure(self, batches: Iterable[Batches]) -> Timeline:
         """Run a training step for each batch and record every op: the measured counterpart of :meth:`simulate`.
 
         `spans` are of all these steps, in microseconds from the first start; `step_us` and `busy_us` are means over them.
@@ -114,7 +118,7 @@ class Plan:
             self._machine.synchronize()
         return measured_timeline(events, len(batches))
 
-    def _begin(self, batch: Mapping[str, Tensor], *,
+    def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:
         """Checks the batch; agrees with the other ranks that there is a step, which one, over how many tokens, and its rate."""
         self._require_open()
@@ -122,57 +126,61 @@ class Plan:
             self._start(batch)
         machine = self._machine
         assert machine is not None
-        problem, valid, signature, lr = None, 0, 0, 0.0
+        problem, signature, lr = None, 0, 0.0
+        valid: list[int] = []
         try:
-            batch = check_batch(batch)
-            spec = self._planner.find(batch) or self._specialise(batch)
-            check_batch(batch, spec.trace)
-            valid, signature = spec.trace.num_valid(batch), spec.signature(training=training)
+            lanes = self._planner.lanes(batch)
+            spec = self._planner.find(lanes) or self._specialise(lanes)
+            valid, signature = check_lanes(lanes, spec.traces), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
             machine.take_back_model()
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr), int(machine.changed)])
+        posted = machine.agree([int(problem is not None), sum(valid), int(training), signature, as_int(lr), int(machine.changed),
+                                num_batches(batch)])
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(changed for _, _, _, _, _, changed, *_ in posted):
             machine.refresh()
         total = sum(valid for _, valid, *_ in posted)
-        step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
+        micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]
+        step = machine.new_step(micro, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0][4])
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
-        graph = spec.graph if training else spec.forward_graph
+        graph = spec.program(training=training)
         machine.require_runnable(graph)
-        return machine.interpreter(graph, spec.layers, spec.trace)
+        return machine.interpreter(graph, spec.layers)
 
-    def _specialise(self, batch: Mapping[str, Tensor]) -> Specialisation:
+    def _specialise(self, lanes: list[dict[str, Tensor]]) -> Specialisation:
         """A further specialisation: this rank's business alone, for groups and decisions are settled."""
         assert self._machine is not None
-        self._machine.synchronize()
-        self._machine.binding.restore()
+        if traces := any(self._planner.trace_for(batch) is None for batch in lanes):
+            self._machine.synchronize()
+            self._machine.binding.restore()
         with torch.inference_mode(False):
-            draft = self._planner.draft(batch)
-        # Of other shapes only what is known: the device is full of this plan, so nothing is measured now.
-        known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
-        self._planner.measurement = self._planner.measurement.also(known)
+            draft = self._planner.draft(lanes)
+        if traces:  # of other shapes only what is known: the device is full of this plan, so nothing is measured now
+            known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
+            self._planner.measurement = self._planner.measurement.also(known)
         return self._planner.finish(draft, self._planner.decide(draft))
 
-    def _start(self, batch: Mapping[str, Tensor]) -> None:
+    def _start(self, batch: Batches) -> None:
         """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
         problem, draft = None, None
         with torch.inference_mode(False):
             try:
-                draft = self._planner.draft(check_batch(batch))
-                check_batch(batch, draft.trace)
+                lanes = self._planner.lanes(batch)
+                draft = self._planner.draft(lanes)
+                check_lanes(lanes, draft.traces)
                 to_measure = self._planner.to_measure(draft)
             except Exception as e:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
-            self._planner.measurement = measured_stages(self._model, to_measure, batch, self._settings, self._collectives)
+            self._planner.measurement = measured_stages(self._model, to_measure, lanes[0], self._settings, self._collectives)
             try:
                 opinion = self._planner.decide(draft)
             except ValueError as e:
@@ -365,9 +373,12 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 
 def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
     """BatchError, on every rank, unless all have a batch for the same kind of step and there is a token to learn from."""
-    for other, (failed, _, training, signature, *_) in enumerate(posted):
+    for other, (failed, _, training, signature, _, _, num, *_) in enumerate(posted):
         if failed:
             raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
+        if num != posted[rank][6]:
+            raise BatchError(f"rank {other} was given {num} micro-batch{'es' * (num != 1)}, rank {rank} {posted[rank][6]}: all "
+                             "ranks must give a step as many, some without a valid label if need be; no rank has run it")
         if training != posted[rank][2]:
             raise BatchError(f"rank {other} {'trains' if training else 'evaluates'} while rank {rank} does not: all ranks must "
                              "make the same calls in the same order; no rank has run it")
