@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from slidedp.compiler.decisions import Activation, Boundary, Decisions
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows, in_lanes
+from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows, in_lanes, recut
 from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpGraph, OpKind, split_lane
@@ -177,7 +178,7 @@ class Planner:
         self.trainable: tuple[bool, ...] = ()
         self.measurement = Measurement()
         self.traced: dict[tuple[Any, ...], list[Trace]] = {}
-        self.cut_traces: dict[tuple[int, int], Trace] = {}
+        self.cut_traces: dict[tuple[int, int], tuple[Trace, Trace]] = {}  # with the whole one, which it is known by
         self.known: dict[tuple[int, ...], Specialisation] = {}
 
     @property
@@ -214,6 +215,8 @@ class Planner:
             TraceError: the model cannot be traced; ValueError: a batch does not fit; both say why.
         """
         traces: list[Trace] = []
+        if self.groups is None:
+            self.traced.clear()  # of a start that has failed: the model may be another by now
         for batch in lanes:
             found = self.trace_for(batch)
             if found is None:
@@ -238,8 +241,8 @@ class Planner:
         """`traced` with its logits made in so many chunks; the same object for the same question."""
         key = id(traced), num_chunks
         if key not in self.cut_traces:
-            self.cut_traces[key] = with_head_chunks(traced, self.model, num_chunks, self.settings.device)
-        return self.cut_traces[key]
+            self.cut_traces[key] = traced, with_head_chunks(traced, self.model, num_chunks, self.settings.device)
+        return self.cut_traces[key][1]
 
     def to_measure(self, draft: Draft) -> Trace:
         """The trace to measure, the first micro-batch's: logits in the chunks that the plan will have, so that measuring needs
@@ -260,7 +263,10 @@ class Planner:
         """The plan's decisions, made for the first draft. Raises ValueError where policy or budgets do not fit, saying why."""
         s, layers = self.settings, draft.layers
         if self.decisions is None:
-            self.chosen = decide(layers, s, self.measurement)
+            try:
+                self.chosen = decide(layers, s, self.measurement)
+            except BudgetError as error:
+                raise BudgetError(f"{error}{self.slices_that_fit(draft)}") from error
             decisions = self.chosen.decisions
             if layers.head and decisions.head_chunks > 1:
                 self.head_rows = chunk_rows(layers.head.rows, decisions.head_chunks)
@@ -280,6 +286,16 @@ class Planner:
                 f"{what} not fit the plan: it was made for less, and what lives in HBM is fixed by now; "
                 f"compile with example= the largest batch, or pin act=recompute ({error})") from error
         return decisions
+
+    def slices_that_fit(self, draft: Draft) -> str:
+        """The fewest slices with which the rule's plan fits, about, as a further way out; '' if none are enough, or pinned."""
+        policy, rows = self.settings.policy, min((shape[0] for shape in draft.shapes.values() if shape), default=1)
+        for slices in () if isinstance(policy, PlanFile) or "slices" in (policy or {}) else (2, 4, 8, 16, 32, 64):
+            if slices <= rows:
+                with suppress(BudgetError):
+                    decide(recut(draft.layers, slices), replace(self.settings, solver="rule"))
+                    return f"; or pin slices={slices}"
+        return ""
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
