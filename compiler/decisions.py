@@ -110,6 +110,8 @@ class Decisions:
 
     `head_chunks`: in how many chunks of tokens the epilogue makes the logits, at most; 1: all at once, as eager.
     `update`: `in_backward`, or `deferred` if updates wait for the norm of all gradients.
+    `slices`: in how many pieces, cut along its rows, a batch goes through each layer: what a layer needs while it runs is that of
+    a piece. To whatever couples rows (batch norm in training, an auxiliary loss over experts) each is a batch by itself.
     """
 
     groups: dict[str, GroupDecision] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class Decisions:
     head_chunks: int = 1
     act_slots: int = 2
     update: Update = Update.IN_BACKWARD
+    slices: int = 1
 
     def of(self, group: str) -> GroupDecision:
         return self.groups[group]

@@ -18,6 +18,7 @@ Values and the places they live in:
                         made by an update in HBM. Versions as `P`
 ``G.<group>``           this rank's gradient, flat, in gradient slot ``g[k]`` or in ``gheld.<group>``; ``@1``, ``@2``… as
                         several stages of the step accumulate into it
+``A.<stage>.<group>``   FP32 sum of the stage's gradients over the micro-batches so far, in ``sum.<k>``; the last makes it `G`
 ``R.<group>``           reduced shard of a gradient chunk, on the device, in ``red[k]``
 ``Q.<group>``           this rank's unreduced gradient in host memory (reduction route `cpu`)
 ``H.<group>``           reduced gradient in shared host memory, what the update reads
@@ -34,6 +35,9 @@ Values and the places they live in:
 ``norm.<group>``        norms of a gradient's parts; ``norms`` all of them, on the host; ``norm`` this rank's sum of their
                         squares, in shared memory; ``clip`` the factor for all gradients, or that there is no update
 ======================  =========================================================================================
+
+A step of several micro-batches has one op and one value of each for each: ``fwd.L03.s1`` makes ``h.L04.s1``. They share weights
+and gradients, and all of a layer's stand between its delivery and the release of its slot.
 
 Source: DESIGN §4; the SSA values with explicit places follow MLIR's and tinygrad's habit of an IR that is data.
 """
@@ -142,7 +146,7 @@ class Ref:
         head, _, rest = self.value.partition(".")
         if head in ("P", "S", "G", "R", "Q", "H", "C"):
             return rest
-        return rest.partition(".")[2] if head in ("T", "W") else ""
+        return rest.partition(".")[2] if head in ("T", "W", "A") else ""
 
     @property
     def persistent(self) -> bool:
@@ -192,6 +196,27 @@ class Op:
     bytes: int = 0
     flops: int = 0
     deadline: int = 0
+
+    @property
+    def lane(self) -> int:
+        """The micro-batch that a compute op is for, or a move of its values."""
+        return split_lane(self.name)[1]
+
+    @property
+    def stage(self) -> str:
+        """Of a compute op: its layer, with the lane if the step has several."""
+        return self.layer + self.name[len(split_lane(self.name)[0]) :]
+
+
+def in_lane(name: str, lane: int, num_lanes: int) -> str:
+    """Name of the op or value of one micro-batch: as it is where there is only one."""
+    return f"{name}.s{lane}" if num_lanes > 1 else name
+
+
+def split_lane(name: str) -> tuple[str, int]:
+    """The inverse of :func:`in_lane`."""
+    rest, _, last = name.rpartition(".s")
+    return (rest, int(last)) if last.isdecimal() and rest else (name, 0)
 
 
 class Reason(StrEnum):

@@ -1,6 +1,6 @@
 """Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
 
-    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, and
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, slices, and
                                    update: in_backward, deferred, or speculative (deferred, and speculative of every group)
     source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
     chunks: 4                      weights, state, and chunks, which is both delivery_chunks and return_chunks
@@ -40,7 +40,7 @@ CHOICES: dict[str, type[StrEnum]] = {
 }  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
-PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots", "update")
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots", "update", "slices")
 
 
 def apply_policy(

@@ -17,7 +17,7 @@ import torch
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream, split_lane
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
 from slidedp.executor.native.build import What
@@ -28,24 +28,22 @@ if TYPE_CHECKING:
     from slidedp.executor.adam import BoundUpdate
     from slidedp.executor.clipping import Clipping
     from slidedp.executor.machine import Machine
-    from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
 
 Task = Callable[[Step], None]
 
 
 class Interpreter:
-    """Runs one graph on one machine with one specialisation's stages.
+    """Runs one graph on one machine. The stages that it runs are the step's: each of its micro-batches has a runner.
 
     Args:
         graph: a lowered, verified OpGraph.
         layers: the LayerGraph it was lowered from.
         machine: slots, host state, streams; shared by all interpreters of a plan.
-        runner: the stages of this specialisation.
     """
 
-    def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, runner: StageRunner) -> None:
-        self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
+    def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine) -> None:
+        self.graph, self.layers, self.machine = graph, layers, machine
         self.rank, self.world = machine.rank, machine.world_size
         self.op_names = tuple(op.name for op in graph.ops if op.kind is not OpKind.SNAPSHOT)  # no later step waits for it
         self.has_run = False
@@ -62,7 +60,8 @@ class Interpreter:
         self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
         if self.world > 1:  # only once a reduction is done has every rank said which parameters had a gradient
             self.watched |= {e.src for e in graph.edges if graph[e.dst].kind is OpKind.GPU_UPDATE}
-        self.watched |= {self.last_compute, "epilogue", *self.ends}
+        self.last_epilogue = [op.name for op in graph.ops if op.kind is OpKind.EPILOGUE][-1]
+        self.watched |= {self.last_compute, self.last_epilogue, *self.ends}
 
     def task(self, op: Op) -> Task:
         task: Task = getattr(self, op.kind.value)(op)
@@ -221,8 +220,9 @@ class Interpreter:
         assert not leaving, f"{op.name}: nothing can have left before the first stage"
 
         def task(step: Step) -> None:
-            self.runner.start(step.device_batch(), step.training)
-            self.runner.prologue(weights)
+            lane = step.lanes[op.lane]
+            lane.runner.start(step.device_batch(lane), step.training)
+            lane.runner.prologue(weights)
 
         return task
 
@@ -233,67 +233,90 @@ class Interpreter:
         if "act" in kept:
             act = Activation.OFFLOAD if kept["act"] else Activation.RETAIN
         leaving, poisoned = self.leaving(op), self.machine.options.poison
+        lane = op.lane
 
         def task(step: Step) -> None:
-            for value in leaving:
-                self.runner.leave(value, poisoned=poisoned)
-            self.runner.forward(op.layer, weights, act)
+            for value, of in leaving:
+                step.lanes[of].runner.leave(value, poisoned=poisoned)
+            step.lanes[lane].runner.forward(op.layer, weights, act)
 
         return task
 
-    def leaving(self, op: Op) -> list[str]:
-        """Values whose places in HBM `op` takes: their memory is freed when it starts; the graph has it wait for their copy."""
+    def leaving(self, op: Op) -> list[tuple[str, int]]:
+        """Values, and whose lane's, whose places `op` takes: their memory is freed when it starts; the graph has it wait for
+        their copy.
+        """
         places = {ref.place for ref in op.writes if ref.place.startswith(("act[", "h["))}
         before = self.graph.ops[: self.graph.index[op.name]]
         last = {ref.place: ref.value for earlier in before for ref in earlier.writes if ref.place in places}
-        return list(last.values())
+        return [split_lane(value) for value in last.values()]
 
     def act_offload(self, op: Op) -> Task:
-        value, buffer, copy = op.reads[0].value, self.machine.buffers[op.writes[0].place], self.machine.backend.copy
+        (value, lane), buffer = split_lane(op.reads[0].value), self.machine.buffers[op.writes[0].place]
+        copy = self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_offload", self.runner.offload(value, buffer, copy))
+            step.count("act_offload", step.lanes[lane].runner.offload(value, buffer, copy))
 
         return task
 
     def act_reload(self, op: Op) -> Task:
         buffer, slot = self.machine.buffers[op.reads[0].place], self.machine.buffers[op.writes[0].place]
-        value, copy = op.writes[0].value.removeprefix("back."), self.machine.backend.copy
+        (value, lane), copy = split_lane(op.writes[0].value.removeprefix("back.")), self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_reload", self.runner.reload(value, buffer, slot, copy))
+            step.count("act_reload", step.lanes[lane].runner.reload(value, buffer, slot, copy))
 
         return task
 
     def recompute(self, op: Op) -> Task:
-        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
-        return lambda step: self.runner.recompute(op.layer, weights)
+        weights, lane = self.machine.buffers.leaves(self.places(op.reads, "W.")), op.lane
+        return lambda step: step.lanes[lane].runner.recompute(op.layer, weights)
 
     def backward(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
-        run = self.runner.prologue_backward if op.layer == self.layers.stages[0].name else partial(self.runner.backward, op.layer)
+        lane, finish = op.lane, self.rounding(op)
 
         def task(step: Step) -> None:
-            step.mark_present(run(weights, grads, step.has_tokens))
+            micro = step.lanes[lane]
+            present = micro.runner.backward(op.layer, weights, grads, micro.has_tokens)
+            finish()
+            step.mark_present(micro, present)
 
         return task
 
     def epilogue(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
+        lane, finish = op.lane, self.rounding(op)
 
         def task(step: Step) -> None:
+            micro = step.lanes[lane]
             if step.training:
-                loss, present = self.runner.epilogue(weights, grads, step.loss_scale, step.has_tokens)
-                step.mark_present(present)
+                loss, present = micro.runner.epilogue(weights, grads, step.loss_scale(micro), micro.has_tokens)
+                finish()
+                step.mark_present(micro, present)
             else:
-                loss = self.runner.evaluate(weights)
-            step.keep_loss(loss)
+                loss = micro.runner.evaluate(weights)
+            step.keep_loss(micro, loss)
 
         return task
 
     def gradients(self, op: Op) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Group -> (flat gradient slot, whether an earlier stage of this step has already contributed)."""
-        return {ref.group: (self.machine.buffers[ref.place], ref.version > 1) for ref in op.writes if ref.value.startswith("G.")}
+        """Group -> (flat slot of its gradient or of its sum over lanes, whether an op before this one has contributed)."""
+        written = {head: [ref for ref in op.writes if ref.value.startswith(head)] for head in ("A.", "G.")}
+        return {ref.group: (self.machine.buffers[ref.place], ref.version > 1) for ref in written["A."] or written["G."]}
+
+    def rounding(self, op: Op) -> Callable[[], None]:
+        """What the last lane does once it has added to its stage's sums: they become gradients."""
+        sums = self.places(op.writes, "A.")
+        flat = [(ref.group, self.machine.buffers[ref.place], ref.version > 1) for ref in op.writes if ref.value.startswith("G.")]
+        todo = [(group, self.machine.buffers[sums[group]], slot, accumulate) for group, slot, accumulate in flat if sums]
+
+        def finish() -> None:
+            for item in todo:
+                self.machine.runners.slots.round(*item)
+
+        return finish
 
     # ---- gradients home, and the update ----
 

@@ -8,7 +8,8 @@
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Failure             what waits look at, and which error is raised (failure.py)
       Saves               a checkpoint being written beside training (saving.py)
-      Interpreter         one per graph and specialisation, made before its first step
+      Interpreter         one per graph, made before its first step
+      Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
-from slidedp.compiler.tracer import Trace
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
-from slidedp.executor.buffers import Buffers
+from slidedp.executor.buffers import Buffers, may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
@@ -40,9 +40,9 @@ from slidedp.executor.kernels import HostKernels, Kernel
 from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
+from slidedp.executor.runners import Runners
 from slidedp.executor.saving import Saves
-from slidedp.executor.stages import StageRunner
-from slidedp.executor.step import Step
+from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
@@ -92,6 +92,7 @@ class Machine:
             share_buffers(model, collectives)
         self.binding = Binding(model, layers.groups)  # before anything is allocated: it may refuse the model
         self.backend: Backend = open_backend(device)
+        self.runners = Runners(self.binding, self.backend)
         self.state = HostState(
             layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
             grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + len(self.word_of), exchange=collectives.exchange_ints,
@@ -165,7 +166,8 @@ class Machine:
 
     def require_runnable(self, graph: OpGraph) -> None:
         """ValueError if a further specialisation moves groups otherwise than the machine was built for."""
-        if unknown := {slot.name for slot in graph.slots} - {slot.name for slot in self.buffers.pools}:
+        needed = {slot.name for slot in graph.slots if not may_come_later(slot)}
+        if unknown := needed - {slot.name for slot in self.buffers.pools}:
             raise ValueError(
                 f"this batch makes the model use its layers in another way than the first batch did (no buffer {min(unknown)}); "
                 "compile with example=, a batch that uses all of them"
@@ -218,14 +220,13 @@ class Machine:
         except (PeerError, Aborted) as e:
             raise self.failure.cause(e) from e
 
-    def new_step(self, batch: Mapping[str, Tensor], num_valid: int, num_valid_global: int, *, loss_is_mean: bool,
-                 training: bool) -> Step:
+    def new_step(self, lanes: Sequence[MicroBatch], num_valid_global: int, *, loss_is_mean: bool, training: bool) -> Step:
         self.num_steps += training
         self.steps_at[self.num_turns] = self.num_steps
         self.steps_at.pop(self.num_turns - LOOK_BACK, None)
         if training:
             self.words.present(self.num_steps)[self.rank] = 0
-        return Step(self.num_steps, self.num_turns, batch, self, num_valid, num_valid_global, loss_is_mean, training)
+        return Step(self.num_steps, self.num_turns, lanes, self, num_valid_global, loss_is_mean, training)
 
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
@@ -245,7 +246,7 @@ class Machine:
             self.failure.stop(e)
             raise self.failure.cause() from e
         self.failure.wait(step.epilogue)
-        if interpreter.runner.draws_random:
+        if step.draws_random:
             self.wait_compute(step)  # its recomputes put the default generators back and forth: the caller must not draw between
         try:
             step.global_loss()
@@ -254,14 +255,13 @@ class Machine:
         if step.training and not (self.clipping and self.clipping.skip):
             step.require_finite_loss()
 
-    def interpreter(self, graph: OpGraph, layers: LayerGraph, trace: Trace) -> Interpreter:
-        """The one that runs `graph` with the stages of `trace`; made when first asked for."""
-        mine = [i for i in self.interpreters if i.runner.trace is trace]
-        for known in mine:
+    def interpreter(self, graph: OpGraph, layers: LayerGraph) -> Interpreter:
+        """The one that runs `graph`; made when first asked for, with what buffers it needs beyond those that are there."""
+        for known in self.interpreters:
             if known.graph is graph:
                 return known
-        runner = mine[0].runner if mine else StageRunner(trace, self.binding, self.backend)
-        self.interpreters.append(Interpreter(graph, layers, self, runner))
+        self.buffers.extend(graph)
+        self.interpreters.append(Interpreter(graph, layers, self))
         return self.interpreters[-1]
 
     def sum_losses(self, turn: int) -> float:
@@ -288,7 +288,7 @@ class Machine:
             if step.epilogue.error is None:
                 self.words.post_loss(step.turn, step.local_loss())
 
-        step.epilogue = tickets["epilogue"]
+        step.epilogue = tickets[interpreter.last_epilogue]
         step.epilogue.add_done_callback(post_loss)
         tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
         if self.clipping and step.training:
@@ -423,6 +423,7 @@ class Machine:
             if hasattr(self, "buffers"):
                 self.buffers.clear()
             self.interpreters.clear()
+            self.runners.clear()
         if unreported:
             raise self.failure.cause()
         if failed_save is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slidedp.batch import Batches
 from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Update
@@ -32,7 +33,7 @@ def compile(
     model: nn.Module,
     hw_profile: str | Path | HardwareProfile = "auto",
     *,
-    example: Mapping[str, Tensor] | None = None,
+    example: Batches | None = None,
     loss_fn: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | int]] | None = None,
     optimizer: AdamW | None = None,
     policy: Policy = None,
@@ -61,7 +62,8 @@ def compile(
             ranks other than 0 may build it on the `meta` device: rank 0's weights are everyone's.
         hw_profile: built-in name, YAML path, HardwareProfile; "auto": as measured here before (`slidedp profile`), else the
             built-in one nearest to this machine; "measure": measured now (some 10 s) and kept.
-        example: a sample batch (this rank's share). Without it the plan is finished at the first `run`.
+        example: a sample batch (this rank's share), or a sequence of micro-batches. Without it the plan is finished at the first
+            `run`.
         loss_fn: ``(outputs, batch) -> (loss_sum, count)``; default: the model's own mean loss over its valid labels.
         optimizer: default ``AdamW()``.
         policy: choices to pin: mapping, YAML path, or a loaded plan; the solver fills the rest.

@@ -17,7 +17,7 @@ from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Decisions, GroupDecision, Update
 from slidedp.compiler.gantt import duration
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.layergraph import LayerGraph, recut
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile import PlanFile
@@ -260,7 +260,7 @@ def forced(world: WhatIf, planned: Outcome, target: str, field: str, value: Any,
         decisions = apply_policy(planned.decisions, {"layers": {target: pin}} if target else pin, world.layers, "explain")
     except ValueError as e:
         return replace(bare, why=first_line(e))
-    memory = estimate_memory(world.layers, decisions)
+    memory = estimate_memory(recut(world.layers, decisions.slices), decisions)
     bare = replace(bare, hbm_change_bytes=memory.hbm_bytes - planned.memory.hbm_bytes,
                    host_change_bytes=memory.host_bytes - planned.memory.host_bytes)
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
-from slidedp.batch import BatchError, check_batch
+from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages, measured_stages
 from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
 from slidedp.compiler.decisions import Decisions
@@ -34,7 +34,7 @@ from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.saving import SaveHandle
-from slidedp.executor.step import Step, StepResult
+from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
@@ -64,7 +64,7 @@ class Plan:
     """A compiled training step. Made by :func:`slidedp.compile`; use it as a context manager or call :meth:`close`."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks, optimizer: AdamW, options: MachineOptions,
-                 example: Mapping[str, Tensor] | None) -> None:
+                 example: Batches | None) -> None:
         self._model, self._settings, self._ranks, self._optimizer, self._options = model, settings, ranks, optimizer, options
         self.optimizer = LearningRate(optimizer.lr)
         """For schedulers of torch and transformers: ``param_groups[0]["lr"]`` is the next step's learning rate (rank 0's)."""
@@ -81,8 +81,12 @@ class Plan:
 
     # ---- training ----
 
-    def run(self, batch: Mapping[str, Tensor]) -> StepResult:
+    def run(self, batch: Batches) -> StepResult:
         """Forward, backward, reduce and update on this rank's `batch`: one synchronous step of all ranks.
+
+        A sequence of batches is one step, too: each layer's weights are delivered once for all of these micro-batches, gradients
+        are summed on the device and return once, and the loss is the mean over the tokens of all of them. They may differ in
+        shape. All ranks give as many.
 
         Returns once the loss is known; the rest of the step goes on, and the next `run` waits for what it needs. The batch
         may be refilled at once. Look at the model through :attr:`model`, which waits.
@@ -106,7 +110,7 @@ class Plan:
         """Have the next `run` or `evaluate` raise StopAsked, on every rank, instead of beginning. Safe in a signal handler."""
         self._stop_asked = True
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+    def evaluate(self, batch: Batches) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
         self._require_open()
         if self._machine is not None:
@@ -117,7 +121,7 @@ class Plan:
             machine.synchronize()
         return step.global_loss()
 
-    def measure(self, batches: Iterable[Mapping[str, Tensor]]) -> Timeline:
+    def measure(self, batches: Iterable[Batches]) -> Timeline:
         """Run a training step for each batch and record every op: the measured counterpart of :meth:`simulate`.
 
         `spans` are of all these steps, in microseconds from the first start; `step_us` and `busy_us` are means over them.
@@ -134,7 +138,7 @@ class Plan:
             self._machine.synchronize()
         return measured_timeline(events, len(batches))
 
-    def _begin(self, batch: Mapping[str, Tensor], *,
+    def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:
         """Checks the batch; agrees with the other ranks that there is a step, which one, over how many tokens, and its rate."""
         self._require_open()
@@ -142,21 +146,21 @@ class Plan:
             self._start(batch)
         machine = self._machine
         assert machine is not None
-        problem, valid, signature, lr = None, 0, 0, 0.0
+        problem, signature, lr = None, 0, 0.0
+        valid: list[int] = []
         try:
             machine.saves.raise_untold()
-            batch = check_batch(batch)
-            spec = self._planner.find(batch) or self._specialise(batch)
-            check_batch(batch, spec.trace)
-            valid, signature = spec.trace.num_valid(batch), spec.signature(training=training)
+            lanes = self._planner.lanes(batch)
+            spec = self._planner.find(lanes) or self._specialise(lanes)
+            valid, signature = check_lanes(lanes, spec.traces), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
             machine.take_back_model()
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
-        posted = machine.agree([failed, valid, int(training), signature, as_int(lr), int(machine.changed),
-                                int(self._stop_asked)])
+        posted = machine.agree([failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
+                                num_batches(batch), int(self._stop_asked)])
         if any(code == SAVE_FAILED for code, *_ in posted):
             machine.saves.tell()  # this rank's own error, if it comes later, is no news
         if problem:
@@ -164,44 +168,45 @@ class Plan:
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(changed for _, _, _, _, _, changed, *_ in posted):
             machine.refresh()
-        if any(asked for _, _, _, _, _, _, asked, *_ in posted):
+        if any(asked for *_, asked in posted):
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         total = sum(valid for _, valid, *_ in posted)
-        step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
+        micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]
+        step = machine.new_step(micro, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0][4])
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
-        graph = spec.forward_graph
-        if training:
-            graph = spec.graph if machine.saves.reading is None else spec.saving_graph
+        graph = spec.program(training=training, saving=machine.saves.reading is not None)
         machine.require_runnable(graph)
-        return machine.interpreter(graph, spec.layers, spec.trace)
+        return machine.interpreter(graph, spec.layers)
 
-    def _specialise(self, batch: Mapping[str, Tensor]) -> Specialisation:
+    def _specialise(self, lanes: list[dict[str, Tensor]]) -> Specialisation:
         """A further specialisation: this rank's business alone, for groups and decisions are settled."""
         assert self._machine is not None
-        self._machine.synchronize()
-        self._machine.binding.restore()
+        if traces := any(self._planner.trace_for(batch) is None for batch in lanes):
+            self._machine.synchronize()
+            self._machine.binding.restore()
         with torch.inference_mode(False):
-            draft = self._planner.draft(batch)
-        # Of other shapes only what is known: the device is full of this plan, so nothing is measured now.
-        known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
-        self._planner.measurement = self._planner.measurement.also(known)
+            draft = self._planner.draft(lanes)
+        if traces:  # of other shapes only what is known: the device is full of this plan, so nothing is measured now
+            known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
+            self._planner.measurement = self._planner.measurement.also(known)
         return self._planner.finish(draft, self._planner.decide(draft))
 
-    def _start(self, batch: Mapping[str, Tensor]) -> None:
+    def _start(self, batch: Batches) -> None:
         """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
         problem, draft = None, None
         with torch.inference_mode(False):
             try:
-                draft = self._planner.draft(check_batch(batch))
-                check_batch(batch, draft.trace)
+                lanes = self._planner.lanes(batch)
+                draft = self._planner.draft(lanes)
+                check_lanes(lanes, draft.traces)
                 to_measure = self._planner.to_measure(draft)
             except Exception as e:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
-            self._planner.measurement = measured_stages(self._model, to_measure, batch, self._settings, self._collectives)
+            self._planner.measurement = measured_stages(self._model, to_measure, lanes[0], self._settings, self._collectives)
             try:
                 opinion = self._planner.decide(draft)
             except ValueError as e:
@@ -427,7 +432,7 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
     """BatchError, on every rank, unless all make the same call, with batches of one kind and a token to learn from."""
     own = posted[rank][2]
-    for other, (failed, _, call, signature, *_) in enumerate(posted):
+    for other, (failed, _, call, signature, _, _, num, *_) in enumerate(posted):
         if failed == SAVE_FAILED:
             raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run a step")
         if failed:
@@ -435,6 +440,9 @@ def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
         if call != own:
             raise BatchError(f"rank {other} {CALLS[call]} while rank {rank} {CALLS[own]}: all ranks must make the same calls in "
                              "the same order; no rank has done it")
+        if num != posted[rank][6]:
+            raise BatchError(f"rank {other} was given {num} micro-batch{'es' * (num != 1)}, rank {rank} {posted[rank][6]}: all "
+                             "ranks must give a step as many, some without a valid label if need be; no rank has run it")
         if signature != posted[rank][3]:
             raise BatchError(f"the batch of rank {other} uses other layers than that of rank {rank}, so that their steps would "
                              "move other weights; give all ranks batches of one kind; no rank has run it")

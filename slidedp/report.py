@@ -47,7 +47,9 @@ def planfile_of(spec: Specialisation) -> PlanFile:
     predictions = Predictions(
         step_us=timeline.step_us, tokens_per_s=predicted_tokens_per_s(spec), hbm_bytes=memory.hbm_bytes,
         host_bytes=memory.host_bytes, bottleneck=str(timeline.bottleneck))
-    shapes = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
+    shapes: dict[str, str | int] = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
+    if len(spec.traces) > 1:
+        shapes["micro_batches"] = len(spec.traces)
     return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes,
                          cost_record(spec), spec.solver)
 

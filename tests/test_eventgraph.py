@@ -18,7 +18,7 @@ from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import EventGraph
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import Group, LayerGraph
+from slidedp.compiler.layergraph import Group, LayerGraph, recut
 from slidedp.compiler.maxplus import is_period, max_cycle_ratio, simulate_events, start_times
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.memoryrows import memory_rows
@@ -81,6 +81,7 @@ MODELS = [
     (medium(world_size=4), "h200x4", {"reduction": "cpu", "delivery": "sharded", "source": "cast"}),
     (tied(medium(world_size=4)), "a800x4-pcie", {"delivery": "replicated", "chunks": 5}),
     (medium(world_size=2, dtype="float32"), "cpu", {"delivery_chunks": 1, "return_chunks": 4}),
+    (recut(medium(), 3), "h200x1", {"slices": 3}),
 ]
 
 
@@ -270,11 +271,11 @@ def test_what_is_retained_is_not_recomputed() -> None:
     recomputed = event_graph(layers, hw, {"act": "recompute"})
     assert base[Stream.GPU] == recomputed.busy_us(recomputed.choices.default)[Stream.GPU]
     at = next(i for i, f in enumerate(choices.families) if f.key == ("L04", "act"))
-    stage = layers.stage("L04")
+    stage, number = next((s, i) for i, s in enumerate(layers.stages) if s.name == "L04")
     for option in (1, 2):
         selection = [option if i == at else 0 for i in range(len(choices.families))]
         busy = graph.busy_us(selection)
-        assert base[Stream.GPU] - busy[Stream.GPU] == costs.recompute(stage, "recompute") > 0
+        assert base[Stream.GPU] - busy[Stream.GPU] == costs.recompute(number, "recompute") > 0
         hbm = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)[0]
         report = estimate_memory(layers, choices.decode(selection))
         windows = sum(max(x.at(selection) for x in each) for each in hbm.maxima[-1:])  # as if all went that may
