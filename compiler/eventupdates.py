@@ -7,13 +7,14 @@ last arrives at `last`, and whose next delivery starts at `start` and ends one c
     end   + T >= first + all chunks of i  + all that is due before i
     start + T >= first + the chunks of i that the first delivered chunk needs + all that is due before i
 
-Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known.
+Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known. They then have no arrival
+of their own, and are inside the interval of whatever arrives. Those that speculate arrive as they would without a norm; only
+what they have made is not taken before it is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
+from collections.abc import Callable, Sequence
 
 from slidedp.compiler.choices import Values
 from slidedp.compiler.decisions import Update
@@ -31,7 +32,8 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
         if w[1] in parts.returns:
             due.setdefault(w[1], parts.deliveries[w])
     names = sorted(due, key=lambda name: due[name].start)
-    arrival = {name: k for k, name in enumerate(parts.returns)}
+    early = [name for name in parts.returns if not _deferred(parts, name)]
+    arrival = {name: early.index(name) if name in early else len(parts.returns) for name in parts.returns}
     works = tuple(Work(name, _duration(parts, name)) for name in names)
 
     def before(j: int, name: str) -> Linear:
@@ -43,16 +45,16 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
         return outside
 
     if parts.choices.defaults.update is Update.DEFERRED:
-        _defer(parts, due, names)
-        return works
+        _behind_the_norm(parts, due, works, early)
     for j, name in enumerate(names):
         home, delivery, what = parts.returns[name], due[name], f"updates up to {name}"
-        inside = parts.each(name, "gradients", lambda o: 0 if o else OFF) + before(j, name)
-        one, some = _chunk(parts, name), _first_chunk(parts, name)
-        parts.wait(delivery.end, home.last + inside + one + delivery.chunk, what, 1, j)
-        parts.wait(delivery.end, home.first + inside + delivery.chunk, what, 1, j + 1)
-        parts.wait(delivery.start, home.first + inside + one, what, 1, j)
-        parts.wait(delivery.start, home.first + inside + some, what, 1, j)
+        if name in early:
+            inside = parts.each(name, "gradients", lambda o: 0 if o else OFF) + before(j, name)
+            one, some = _chunk(parts, name), _first_chunk(parts, name)
+            parts.wait(delivery.end, home.last + inside + one + delivery.chunk, what, 1, j)
+            parts.wait(delivery.end, home.first + inside + delivery.chunk, what, 1, j + 1)
+            parts.wait(delivery.start, home.first + inside + one, what, 1, j)
+            parts.wait(delivery.start, home.first + inside + some, what, 1, j)
         for k in range(j):  # from an earlier arrival on, all that is due up to this
             if arrival[names[k]] < arrival[name]:
                 there = parts.each(names[k], "gradients", lambda o: 0 if o else OFF) + before(j, names[k])
@@ -60,15 +62,27 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
     return works
 
 
-def _defer(parts: Parts, due: dict[str, Delivered], names: list[str]) -> None:
+def _deferred(parts: Parts, name: str) -> bool:
+    decision, group = parts.choices.defaults.of(name), parts.layers.group(name)
+    speculative = decision.update is Update.SPECULATIVE and group.num_trainable == group.numel
+    return parts.choices.defaults.update is Update.DEFERRED and not speculative
+
+
+def _behind_the_norm(parts: Parts, due: dict[str, Delivered], works: Sequence[Work], early: list[str]) -> None:
     """The last two constraints above, for updates that wait until all gradients, and their sums, are there."""
     ends = [parts.on[stream][-1][1] for stream in (Stream.GPU, Stream.COMM, Stream.HOST) if parts.on.get(stream)]
-    for end, (j, name) in product(ends, enumerate(names)):
-        delivery, what = due[name], f"deferred updates up to {name}"
-        norm = end + parts.each(name, "gradients", lambda o: 0 if o else OFF)
-        parts.wait(delivery.end, norm + delivery.chunk, what, 1, j + 1)
-        parts.wait(delivery.start, norm + _chunk(parts, name), what, 1, j)
-        parts.wait(delivery.start, norm + _first_chunk(parts, name), what, 1, j)
+    for end in ends:
+        done = ZERO  # of the works due so far, those that need not be behind the norm
+        for j, (name, work) in enumerate((work.group, work) for work in works):
+            delivery, what = due[name], f"deferred updates up to {name}"
+            norm = end + parts.each(name, "gradients", lambda o: 0 if o else OFF) + done
+            if name in early:
+                parts.wait(delivery.start, norm, what, 1, j)
+                done = done + work.duration.map(lambda v: -v)
+                continue
+            parts.wait(delivery.end, norm + delivery.chunk, what, 1, j + 1)
+            parts.wait(delivery.start, norm + _chunk(parts, name), what, 1, j)
+            parts.wait(delivery.start, norm + _first_chunk(parts, name), what, 1, j)
 
 
 def _duration(parts: Parts, name: str) -> Linear:

@@ -12,7 +12,16 @@ from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Red
 from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, StageKind, aligned, cut_chunks
 from slidedp.compiler.moments import peak_moment
 from slidedp.compiler.ops import Slot, in_lane
-from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, waits_in_hbm, windowed_groups
+from slidedp.compiler.residency import (
+    STATE_BYTES,
+    held_groups,
+    is_resident,
+    resident_groups,
+    speculates,
+    state_bytes,
+    waits_in_hbm,
+    windowed_groups,
+)
 from slidedp.compiler.units import format_bytes
 
 
@@ -119,6 +128,14 @@ def _trained_in(graph: LayerGraph, stage: Stage) -> list[Group]:
     return sorted((g for g in graph.groups if g.trainable and stage.name in g.uses), key=lambda g: -g.num_trainable)
 
 
+def candidate_bytes(graph: LayerGraph, decisions: Decisions, group: Group) -> int:
+    """Host memory of a second master, second moments and a second shadow, for a group whose updates speculate."""
+    if not speculates(decisions, group):
+        return 0
+    shadow = graph.compute_itemsize if decisions.of(group.name).source is Source.SHADOW else 0
+    return (STATE_BYTES + shadow) * group.numel
+
+
 def update_workspace_bytes(graph: LayerGraph, decisions: Decisions) -> int:
     """An FP32 copy of the gradients that are updated in HBM at a time, where they are not FP32 already."""
     return 0 if graph.grad_dtype == "float32" else 4 * largest_update(graph, decisions)
@@ -219,6 +236,7 @@ def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     return {
         "master weights": sum(4 * g.numel for g in graph.groups),
         "moments": sum(8 * g.num_trainable for g in at_home),
+        "candidates": sum(candidate_bytes(graph, decisions, g) for g in graph.groups),
         "shadow": sum(graph.compute_itemsize * g.numel for g in shadowed),
         "gradients": sum(graph.grad_itemsize * g.num_trainable for g in at_home),
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),

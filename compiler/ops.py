@@ -22,6 +22,8 @@ Values and the places they live in:
 ``R.<group>``           reduced shard of a gradient chunk, on the device, in ``red[k]``
 ``Q.<group>``           this rank's unreduced gradient in host memory (reduction route `cpu`)
 ``H.<group>``           reduced gradient in shared host memory, what the update reads
+``C.<group>``           candidate: the next `P` and `S` if gradients need no clipping, shared host memory. The buffers of `P`, `S`
+                        and `C` are the same two in turn, but what reads and overwrites them is ordered by these names alone
 ``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
 ``act.<stage>``         what autograd saved for the stage's backward, kept by the forward or filled in by the recompute
 ``sel.<stage>``         results of some of a layer's operations, for its recompute
@@ -64,6 +66,7 @@ class OpKind(StrEnum):
     HOST_REDUCE = "host_reduce"
     CPU_UPDATE = "cpu_update"
     GPU_UPDATE = "gpu_update"
+    SETTLE = "settle"
     ACT_OFFLOAD = "act_offload"
     ACT_RELOAD = "act_reload"
     PROLOGUE = "prologue"
@@ -141,7 +144,7 @@ class Ref:
     def group(self) -> str:
         """The group of a per-group value, else ''."""
         head, _, rest = self.value.partition(".")
-        if head in ("P", "S", "G", "R", "Q", "H"):
+        if head in ("P", "S", "G", "R", "Q", "H", "C"):
             return rest
         return rest.partition(".")[2] if head in ("T", "W", "A") else ""
 
@@ -160,7 +163,7 @@ class Ref:
     @property
     def shared(self) -> bool:
         """True if there is one instance a host, each rank writing its own part; else every rank has its own."""
-        return self.value[:2] in ("P.", "S.", "H.")
+        return self.value[:2] in ("P.", "S.", "H.", "C.")
 
     def ranges(self, group: Group | None, world_size: int, rank: int) -> tuple[tuple[int, int], ...]:
         """The `[lo, hi)` element ranges that `rank` touches. A value without a group is one unit, ``(0, 1)``."""

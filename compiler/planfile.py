@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from slidedp.compiler.costrecord import CostRecord, read_costs
 from slidedp.compiler.costs import ResolvedCosts
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import ITEMSIZE, LayerGraph, recut
 from slidedp.compiler.ops import OpGraph
@@ -213,7 +213,9 @@ def params_hash(layers: LayerGraph) -> str:
 
 
 def decisions_hash(decisions: Decisions) -> str:
-    return content_hash([{name: asdict(d) for name, d in decisions.groups.items()}, list(plan_values(decisions).values())])
+    groups = {name: {k: v for k, v in asdict(d).items() if (k, v) != ("update", Update.DEFERRED)}  # as before there was a choice
+              for name, d in decisions.groups.items()}
+    return content_hash([groups, list(plan_values(decisions).values())])
 
 
 def ops_hash(ops: OpGraph) -> str:

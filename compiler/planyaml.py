@@ -21,8 +21,9 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
 OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST,
-           "update": Update.IN_BACKWARD, "slices": 1}
-"""Fields of decisions that are written only where they say otherwise."""
+           "update": Update.DEFERRED}
+OMITTED_OF_PLAN = {"update": Update.IN_BACKWARD, "slices": 1}
+"""Fields of groups, and of the plan, that are written only where they say otherwise."""
 
 
 def is_plan(content: object) -> bool:
@@ -45,7 +46,7 @@ def write_decisions(decisions: Decisions) -> dict[str, Any]:
 
 def plan_values(decisions: Decisions) -> dict[str, Any]:
     """The plan-level decisions that are written: all but those left at what goes without saying."""
-    return {key: v for key in PLAN_KEYS if OMITTED.get(key) != (v := getattr(decisions, key))}
+    return {key: v for key in PLAN_KEYS if OMITTED_OF_PLAN.get(key) != (v := getattr(decisions, key))}
 
 
 def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> Decisions:
@@ -66,7 +67,7 @@ def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> De
     if missing:
         raise ValueError(f"{at}: {runs(missing)[0][0]} is not decided: ranges leave a gap")
     plan = as_mapping(top["plan"], f"{where}: plan")
-    check_keys(plan, PLAN_KEYS, f"{where}: plan", required=[key for key in PLAN_KEYS if key not in OMITTED])
+    check_keys(plan, PLAN_KEYS, f"{where}: plan", required=[key for key in PLAN_KEYS if key not in OMITTED_OF_PLAN])
     return Decisions({g.name: groups[g.name] for g in layers.groups}, **plan_fields(plan, f"{where}: plan"))
 
 

@@ -9,7 +9,7 @@ Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,9 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream, split_lane
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
+from slidedp.executor.native.build import What
 from slidedp.executor.step import Step
+from slidedp.executor.step_updates import count_update
 
 if TYPE_CHECKING:
     from slidedp.executor.adam import BoundUpdate
@@ -43,10 +45,14 @@ class Interpreter:
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine) -> None:
         self.graph, self.layers, self.machine = graph, layers, machine
         self.rank, self.world = machine.rank, machine.world_size
-        self.op_names = tuple(op.name for op in graph.ops)
+        self.op_names = tuple(op.name for op in graph.ops if op.kind is not OpKind.SNAPSHOT)  # no later step waits for it
+        self.has_run = False
         self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
+        self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
+        self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
+        self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
         self.last_compute = graph.on(Stream.GPU)[-1].name
@@ -113,13 +119,29 @@ class Interpreter:
             if updates is not None and op.name in self.bound:
                 ticket = updates.submit(op, *self.bound[op.name], waits, expected)
             else:
-                gate = partial(self.machine.ranks_have, expected) if across else None
-                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
-                                                   need_done=op.name in self.watched)
+                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=self.gate(op, expected),
+                                                   deadline=op.deadline, need_done=op.name in self.watched)
             if op.name in self.published:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
+            if self.snapshots:
+                before_it = self.previous_on_stream.get(op.name)
+                self.watch_stall(waits if before_it is None else [*waits, tickets[before_it]])
         self.machine.last_published |= dict.fromkeys(self.published, step.number)
+        self.has_run = True
+
+    def gate(self, op: Op, expected: Sequence[tuple[int, int]]) -> Callable[[], bool] | None:
+        """What an op also waits for, asked again and again: other ranks, or a save's buffer."""
+        if op.kind is OpKind.SNAPSHOT:
+            snapshot = self.machine.saves.reading
+            return None if snapshot is None else partial(snapshot.has_room, op.layer, *self.span(op.reads[0]))
+        return partial(self.machine.ranks_have, expected) if expected else None
+
+    def watch_stall(self, waits: Sequence[Ticket]) -> None:
+        """A save counts how long an update that has all else waits for its snapshot."""
+        held, snapshot = [t for t in waits if t.name in self.snapshots], self.machine.saves.reading
+        if held and snapshot is not None:
+            snapshot.stall.watch([t for t in waits if t is not held[0]], held[0])
 
     # ---- where things are ----
 
@@ -135,6 +157,14 @@ class Interpreter:
         slot = self.machine.buffers[ref.place]
         return slot[: hi - lo] if ref.value[:2] in ("T.", "R.") else slot[lo:hi]
 
+    def state(self, ref: Ref) -> Callable[[Step], torch.Tensor]:
+        """The elements of an access to `P` or `S` on the host, wherever a step has them."""
+        lo, hi = self.span(ref)
+        group = ref.group
+        flat = self.machine.state.delivered_from(group, cast=ref.value[0] == "P")
+        first, second = (side[lo:hi] for side in flat)
+        return (lambda step: first) if flat[0] is flat[1] else (lambda step: second if step.side(group) else first)
+
     def host(self, ref: Ref) -> torch.Tensor:
         lo, hi = self.span(ref)
         return self.machine.host_buffer(ref.value[0], ref.group)[lo:hi]
@@ -145,27 +175,29 @@ class Interpreter:
     # ---- delivery ----
 
     def host_cast(self, op: Op) -> Task:
-        source, target = self.host(op.reads[0]), self.device(op.writes[0])
+        source, target = self.state(op.reads[0]), self.device(op.writes[0])
         cast, count = self.machine.casting.cast, op.bytes
 
         def task(step: Step) -> None:
-            cast(source, target)
+            cast(source(step), target)
             step.count("host_cast", count)
 
         return task
 
     def h2d(self, op: Op) -> Task:
         read, target = op.reads[0], self.device(op.writes[0])
-        source = self.device(read) if read.place else self.host(read)
-        return self.copy(source, target, op)
+        if not read.place:
+            return self.copy(self.state(read), target, op)
+        staged = self.device(read)
+        return self.copy(lambda step: staged, target, op)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, op: Op) -> Task:
+    def copy(self, source: Callable[[Step], torch.Tensor], target: torch.Tensor, op: Op) -> Task:
         copy, kind = self.machine.backend.copy, op.kind.value
-        assert source.numel() * source.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {source.nbytes}"
+        assert target.numel() * target.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {target.nbytes}"
 
         def task(step: Step) -> None:
-            copy(target, source)
-            step.count(kind, source.nbytes)
+            copy(target, source(step))
+            step.count(kind, target.nbytes)
 
         return task
 
@@ -299,7 +331,8 @@ class Interpreter:
         return task
 
     def d2h(self, op: Op) -> Task:
-        return self.copy(self.device(op.reads[0]), self.host(op.writes[0]), op)
+        source = self.device(op.reads[0])
+        return self.copy(lambda step: source, self.host(op.writes[0]), op)
 
     def host_reduce(self, op: Op) -> Task:
         lo, hi = self.span(op.reads[0])
@@ -360,17 +393,32 @@ class Interpreter:
 
         return task
 
+    def snapshot(self, op: Op) -> Task:
+        (lo, hi), group, saves = self.span(op.reads[0]), op.layer, self.machine.saves
+
+        def task(step: Step) -> None:
+            if (snapshot := saves.reading) is not None:
+                snapshot.read(group, lo, hi)
+
+        return task
+
     def cpu_update(self, op: Op) -> Task:
+        return self.update(op, What.SPECULATE if op.writes[0].value.startswith("C.") else What.UPDATE)
+
+    def settle(self, op: Op) -> Task:
+        return self.update(op, What.SETTLE)
+
+    def update(self, op: Op, what: What) -> Task:
         (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
         if self.machine.adam.native:
-            self.bound[op.name] = self.machine.adam.bind(group, lo, hi), self.machine.param_span(group)[0]
+            self.bound[op.name] = self.machine.adam.bind(group, lo, hi, what), self.machine.param_span(group)[0]
 
         def task(step: Step) -> None:
             scale = step.update_scale()
-            if scale is None:
+            if scale is None or (what is What.SPECULATE and scale != 1.0):  # known by now: nobody would take it
                 return
-            update(group, lo, hi, step, scale)
-            step.count("cpu_update", hi - lo)
+            update(group, lo, hi, step, scale, what)
+            count_update(step, what, hi - lo)
 
         return task
 

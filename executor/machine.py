@@ -7,6 +7,7 @@
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Failure             what waits look at, and which error is raised (failure.py)
+      Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph, made before its first step
       Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -36,9 +37,11 @@ from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
 from slidedp.executor.runners import Runners
+from slidedp.executor.saving import Saves
 from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
@@ -52,6 +55,9 @@ DRAINED, ASKED, SHOWN = range(3)
 """Words that a rank publishes: a step has nothing left to do on it; it wants, and it has made, resident masters current."""
 
 FIRST_OP_WORD = 3
+
+LOOK_BACK = 64
+"""Turns that are remembered: more than there can be from a step's submission to its end."""
 
 
 class Machine:
@@ -78,6 +84,7 @@ class Machine:
         self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
+        self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
         self.resident: ResidentState | None = None
@@ -92,7 +99,8 @@ class Machine:
             barrier=collectives.barrier, host_budget=host_budget)
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
-        self.failure = Failure(self.streams, self.words)
+        self.failure = Failure(self.streams, self.words, self.options, DRAINED)
+        self.saves = Saves(collectives, self.failure, self.counters)
         try:
             self.start(layers, graph, decisions, compute_dtype, grad_dtype)
         except BaseException as e:
@@ -129,12 +137,8 @@ class Machine:
     # ---- what the interpreter touches ----
 
     def host_buffer(self, head: str, group: str) -> Tensor:
-        """Flat host tensor of a group: P master, S shadow, H returned gradient, Q this rank's unreduced gradient."""
+        """Flat host tensor of a group: H returned gradient, Q this rank's unreduced gradient."""
         match head:
-            case "P":
-                return self.state.master[group]
-            case "S":
-                return self.state.shadow[group]
             case "H":
                 return self.state.grad[group]
             case "Q":
@@ -171,10 +175,10 @@ class Machine:
         if unknown := {e.src for e in graph.edges if e.all_ranks} - set(self.word_of):
             raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
 
-    def update(self, group: str, lo: int, hi: int, step: Step, scale: float) -> None:
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE) -> None:
         """AdamW on this rank's part of a returned gradient chunk, times `scale`."""
-        with noting(step, group):
-            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale)
+        with noting(step, group) if what is not What.SPECULATE else nullcontext():
+            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale, what=what)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""
@@ -210,6 +214,7 @@ class Machine:
         """Every rank's values, by rank. Collective; the first thing of a step, so that none issues what another does not."""
         self.raise_failure()
         self.num_turns += 1
+        self.failure.arrive(self.num_turns)
         try:
             return self.words.exchange(self.num_turns, values, self.failure.check)
         except (PeerError, Aborted) as e:
@@ -217,6 +222,8 @@ class Machine:
 
     def new_step(self, lanes: Sequence[MicroBatch], num_valid_global: int, *, loss_is_mean: bool, training: bool) -> Step:
         self.num_steps += training
+        self.steps_at[self.num_turns] = self.num_steps
+        self.steps_at.pop(self.num_turns - LOOK_BACK, None)
         if training:
             self.words.present(self.num_steps)[self.rank] = 0
         return Step(self.num_steps, self.num_turns, lanes, self, num_valid_global, loss_is_mean, training)
@@ -230,7 +237,8 @@ class Machine:
         self.in_flight = step
         if step.training and self.resident:
             self.resident.newest = step.turn
-        step.op_names = interpreter.op_names
+        step.op_names, step.speculating = interpreter.op_names, interpreter.speculating
+        self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
         try:
             interpreter.run(step, previous)
             self.when_drained(interpreter, step)
@@ -334,8 +342,18 @@ class Machine:
     def expose_model(self) -> None:
         """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
         self.show_resident()
+        self.show_state(self.num_steps)
         self.binding.restore()
         self.exposed = True
+
+    def show_state(self, step: int) -> None:
+        """Host state and parameters are as after `step`. Nothing may be in flight."""
+        changed = self.state.show(step + 1)
+        self.binding.release({name: self.state.master[name] for name in changed})
+
+    def last_ended(self) -> int:
+        """The last training step that all ranks have ended: the candidates of one that has failed since are not taken."""
+        return max((n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)), default=0)
 
     def show_resident(self) -> None:
         """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
@@ -368,10 +386,10 @@ class Machine:
             self.resident.upload()
         self.changed = False
 
-    def abandon(self, error: BaseException) -> None:
-        """The user leaves because of `error`: the others are told, and nothing is waited for."""
+    def abandon(self, error: BaseException) -> BaseException:
+        """The user leaves because of `error`: the others are told, and nothing is waited for. Returns what is behind it."""
         self.failure.stop(error)
-        self.failure.cause()
+        return self.failure.cause()
 
     def close(self) -> None:
         """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent.
@@ -387,21 +405,26 @@ class Machine:
                 self.show_resident()
         finally:
             healthy = self.streams.error is None
+            failed_save = self.saves.end(healthy=healthy)
             self.streams.close()
             self.backend.drain()  # a copy may still be under way, into memory that is about to go
             self.closed = True
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
+            self.show_state(self.last_ended())
             self.binding.restore()
             self.backend.close()
             if healthy:
+                self.saves.close()
                 self.collectives.close()  # else a peer may be stuck in it, and so would we
             self.failure.watchdog.stop()
-            self.binding.release(self.state.close())
+            self.binding.release(self.state.close(agreed=healthy))
             if hasattr(self, "buffers"):
                 self.buffers.clear()
             self.interpreters.clear()
             self.runners.clear()
         if unreported:
             raise self.failure.cause()
+        if failed_save is not None:
+            raise failed_save

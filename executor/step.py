@@ -61,6 +61,8 @@ class Step:
     started_s: float = field(default_factory=time.perf_counter)
     updated: set[str] = field(default_factory=set)
     op_names: tuple[str, ...] = ()
+    speculating: frozenset[str] = frozenset()
+    """Groups that it makes candidates for."""
     epilogue: Ticket = None  # type: ignore[assignment]  # the last, once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
@@ -73,6 +75,8 @@ class Step:
     clip_known: threading.Event = field(default_factory=threading.Event)
     scale_cell: np.ndarray = field(default_factory=lambda: np.full(1, math.nan))
     """float64: `clip.scale` for native updates, NaN for none."""
+    candidate_cell: np.ndarray = field(default_factory=lambda: np.ones(1))
+    """float64, for native updates that speculate: 1, or NaN once it is known that nobody will take what they make."""
     _global_loss: float | None = None
 
     def loss_scale(self, lane: MicroBatch) -> float:
@@ -122,7 +126,15 @@ class Step:
         self.norms.clear()
         self.home_norms.clear()
         self.scale_cell[0] = math.nan if clip.scale is None else clip.scale
+        kept = clip.scale == 1.0
+        if not kept:
+            self.candidate_cell[0] = math.nan
+        self.machine.state.sides.decide(self.number, self.speculating if kept else ())
         self.clip = clip
+
+    def side(self, group: str) -> int:
+        """Where the step finds the state of a group that speculates. Only for ops that read or write it, when they run."""
+        return self.machine.state.sides.of(group, self.number if self.training else self.number + 1)
 
     def update_scale(self) -> float | None:
         """What an update multiplies gradients by; None if there is to be none, on every rank alike. May wait for the loss."""

@@ -38,6 +38,7 @@ from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trac
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
+from slidedp.passes.snapshot import Snapshot
 
 OWN_BUSINESS = frozenset({OpKind.RECOMPUTE, OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD})
 
@@ -50,6 +51,7 @@ class Settings:
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
     `update_threads`: of each rank, where they are known. `solver`, `hint`: see slidedp/decide.py. `cache_dir`: None for no cache.
+    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided.
     """
 
     hw: HardwareProfile
@@ -68,6 +70,7 @@ class Settings:
     hint: PlanFile | None = None
     cache_dir: Path | None = None
     update_threads: int | None = None
+    may_speculate: bool = False
 
     def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
         """What ops of a plan of `layers` cost, each alone."""
@@ -101,14 +104,21 @@ class Specialisation:
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget)
 
     @cached_property
+    def saving_graph(self) -> OpGraph:
+        """The same, for a step while a save reads the state that it overwrites."""
+        return Snapshot(self.layers, self.decisions).run(self.graph)
+
+    @cached_property
     def forward_graph(self) -> OpGraph:
         """The graph of `evaluate`: deliveries, forward and loss."""
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget, training=False)
 
-    def program(self, *, training: bool) -> OpGraph:
-        """What runs: the graph of a step or of `evaluate`, whatever sizes it says."""
+    def program(self, *, training: bool, saving: bool = False) -> OpGraph:
+        """What runs: the graph of a step (`saving`: beside a save) or of `evaluate`, whatever sizes it says."""
         runs = self.same or self
-        return runs.graph if training else runs.forward_graph
+        if not training:
+            return runs.forward_graph
+        return runs.saving_graph if saving else runs.graph
 
     @cached_property
     def costs(self) -> ResolvedCosts:

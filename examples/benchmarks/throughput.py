@@ -1,4 +1,4 @@
-"""Tokens per second of a Qwen3 shape through plans, beside a compute-only reference in the same process.
+r"""Tokens per second of a Qwen3 shape through plans, beside a compute-only reference in the same process.
 
     python examples/benchmarks/throughput.py --size 4B --batch 16,64
     python examples/benchmarks/throughput.py --size 4B --batch 8,16 --measure solver=rule state=host act=recompute / solver=cp-sat
@@ -10,6 +10,12 @@ SwiGLU) are used on both sides where installed. Host memory is the process's pro
 `bound_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
 the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
 `waits_s`: how long the GPU waits in a step, by what it waits for as predicted, in all as measured.
+
+    python examples/benchmarks/throughput.py --size 4B --batch 16,64 state=host / state=host max_grad_norm=inf \
+        / state=host max_grad_norm=1e-9
+
+measures what clipping costs: no norm, a limit that no step reaches, one that every step does. `over_first_case`: a step over that
+of the same batch in the first case.
 """
 
 from __future__ import annotations
@@ -49,12 +55,15 @@ def main() -> None:
             reference[batch] = statistics.median(times)
     model.to("cpu", torch.float32)
     torch.cuda.empty_cache()
+    first: dict[int, float] = {}
     for case in cases(args.case):
         for batch in args.batch:  # a plan each: what fits one batch is another's waste
-            run(model, batch, case, profile, args, reference.get(batch))
+            run(model, batch, case, profile, args, reference.get(batch), first)
 
 
-def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None) -> None:
+def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
+        first: dict[int, float]) -> None:
+    """One plan. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
     try:
@@ -77,6 +86,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
         bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
         bound = max([reference_s or 0.0, *bounds.values()])
+        over_first = step_s / first.setdefault(batch, step_s)
         report("slidedp", args, batch, times, case=case, **peak, loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
@@ -85,8 +95,18 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                waits_s={str(kind): round(us / 1e6, 3) for kind, us in predicted.exposed_by.items()}
                | {"measured": round(measured.exposed_us / 1e6, 3)},
                busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
-                       if s in measured.busy_us})  # measured, predicted
+                       if s in measured.busy_us},  # measured, predicted
+               over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
+
+
+def clipping(plan: slidedp.Plan) -> dict[str, int]:
+    """Groups that speculate, and what came of it in all steps so far; nothing for a plan that takes no norm."""
+    decisions, counters = plan.decisions, plan.counters()
+    if decisions.update == "in_backward":
+        return {}
+    return {"groups": len(decisions.groups), "speculating": sum(d.update == "speculative" for d in decisions.groups.values()),
+            **{key: counters.get(key, 0) for key in ("clipped_steps", "skipped_steps", "cpu_update", "redone_update")}}
 
 
 def cases(words: list[str]) -> list[dict[str, Any]]:

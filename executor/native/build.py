@@ -21,6 +21,7 @@ import os
 import platform
 import shutil
 import tempfile
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "adamw.cpp", FOLDER / "queue.cpp")
 
 SEGMENT = np.dtype(
-    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4")]
+    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4"),
+     ("copied", "<i8")]
 )
-"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient."""
+"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient;
+`copied`: 1 if there is none."""
 
 PART = np.dtype([("param", "<i8"), ("start", "<i8"), ("end", "<i8"), ("decays", "<i8")])
 """Mirrors ``struct Part``: elements ``[start, end)`` of a group, of its trainable parameter number `param`."""
+
+STATE = np.dtype([("master", "<u8"), ("exp_avg", "<u8"), ("exp_avg_sq", "<u8"), ("shadow", "<u8")])
+"""Mirrors ``struct State``: addresses of a group's buffers; `shadow` 0 for none."""
 
 GATE = np.dtype([("words", "<u8"), ("at_least", "<i8")])
 """Mirrors ``struct Gate``: the address of one word a rank, and what each has to reach."""
@@ -51,6 +57,14 @@ DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 """Mirrors ``enum Dtype``; 0 stands for no tensor."""
 
 _POINTER, _INT32, _INT64, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+
+
+class What(IntEnum):
+    """Mirrors ``enum What``: an update of the state in place; what it would be next, elsewhere; and what becomes of that."""
+
+    UPDATE = 0
+    SPECULATE = 1
+    SETTLE = 2
 
 
 class Recipe(ctypes.Structure):
@@ -82,7 +96,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "slidedp_update_create": (
         _POINTER,
-        [_POINTER] * 4 + [_INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
+        [_INT32, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
     ),
     "slidedp_update_destroy": (None, [_POINTER]),
     "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),

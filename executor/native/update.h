@@ -31,43 +31,65 @@ struct Present {  // one byte a parameter and rank: whether that rank had a grad
     }
 };
 
+enum class What : int32_t {  // mirrors What in executor/native/build.py
+    kUpdate = 0,     // of the state, in place
+    kSpeculate = 1,  // the state that would be next, into the buffers of the other side
+    kSettle = 2,     // once the scale is known: nothing if it is 1, for then the other side is the state; else as kUpdate
+};
+
+constexpr int64_t kSideDepth = 8;  // DEPTH in executor/sides.py
+
+// `states`: the group's buffers, of both sides if it speculates. Which is the state when a step begins, `sides` says (the
+// entry of that step, modulo kSideDepth), by the time that the update may begin.
 // `counts`: [step last counted, gradients so far of each trainable parameter of the group...], shared by the group's updates.
 class Update {
 public:
-    Update(const Tensors& tensors, UpdateBlock run, std::vector<Part> parts, int64_t* counts, int64_t num_params,
-           const Recipe& recipe)
-        : tensors_(tensors), run_(run), parts_(std::move(parts)), counts_(counts), num_params_(num_params), recipe_(recipe),
-          betas_{float(recipe.beta1), float(1 - recipe.beta1), float(recipe.beta2), float(1 - recipe.beta2), float(recipe.eps)} {}
+    Update(What what, const State (&states)[2], const int64_t* sides, const void* grad, UpdateBlock run, std::vector<Part> parts, int64_t* counts,
+           int64_t num_params, const Recipe& recipe)
+        : what_(what), sides_(sides), run_(run), parts_(std::move(parts)), counts_(counts), num_params_(num_params), recipe_(recipe),
+          betas_{float(recipe.beta1), float(1 - recipe.beta1), float(recipe.beta2), float(1 - recipe.beta2), float(recipe.eps)} {
+        for (int side = 0; side < 2; side++)
+            tensors_[side] = {states[side], grad, states[what == What::kSpeculate ? 1 - side : side]};
+    }
 
-    // The blocks of `step`, which is counted at a group's first call for it. Parameters without a gradient are left out.
-    // Gradients are multiplied by `scale`.
+    // The blocks of `step`, which is counted at a group's first call for it (by what speculates: for itself alone, for the step
+    // may yet be left out). Parameters without a gradient are left out, or copied. Gradients are multiplied by `scale`.
     // Not for two threads at once on one group.
     Blocks begin(int64_t step, double lr, const Present& present, float scale) const {
-        if (counts_[0] != step) {
+        bool apart = what_ == What::kSpeculate, counted = counts_[0] == step;
+        if (!apart && !counted) {
             counts_[0] = step;
             for (int64_t i = 0; i < num_params_; i++) counts_[1 + i] += present(i);
         }
+        if (what_ == What::kSettle && scale == 1.0f) return Blocks();
         std::vector<Segment> segments;
         segments.reserve(parts_.size());
         int64_t known = -1;  // the coefficients of this count: one is nearly always all there is
         float step_size = 0, inv_bias2_sqrt = 0;
         for (const Part& part : parts_) {
-            if (!present(part.param)) continue;
-            if (int64_t count = counts_[1 + part.param]; count != known) {  // doubles, as torch computes them
+            if (!present(part.param)) {
+                if (apart) segments.push_back({part.start, part.end, 1, 0, 1, 1, 1});
+                continue;
+            }
+            if (int64_t count = counts_[1 + part.param] + (apart && !counted); count != known) {  // doubles, as torch computes them
                 known = count;
                 step_size = float(lr / (1 - std::pow(recipe_.beta1, double(count))));
                 inv_bias2_sqrt = float(std::pow(1 - std::pow(recipe_.beta2, double(count)), -0.5));
             }
             float keep = part.decays ? float(1 - lr * recipe_.weight_decay) : 1.0f;
-            segments.push_back({part.start, part.end, keep, step_size, inv_bias2_sqrt, scale});
+            segments.push_back({part.start, part.end, keep, step_size, inv_bias2_sqrt, scale, 0});
         }
         return Blocks(std::move(segments));
     }
     // -1, or the first element of what was left untouched because its gradient is not finite.
-    int64_t run(const Blocks& blocks, int64_t block) const { return blocks.update(block, run_, tensors_, betas_); }
+    int64_t run(int64_t step, const Blocks& blocks, int64_t block) const {
+        return blocks.update(block, run_, tensors_[sides_ ? sides_[step % kSideDepth] : 0], betas_);
+    }
 
 private:
-    Tensors tensors_;
+    What what_;
+    Tensors tensors_[2];
+    const int64_t* sides_;
     UpdateBlock run_;
     std::vector<Part> parts_;
     int64_t* counts_;
