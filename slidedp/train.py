@@ -224,7 +224,7 @@ class Run:
         place, epoch = self.loader.place, self.loader.epochs_done
         batches = next(self.loader)
         try:
-            result = self.plan.run(batches[0] if len(batches) == 1 else batches)  # type: ignore[arg-type]
+            result = self.plan.run(batches[0] if len(batches) == 1 else batches)
         except StopAsked:
             self.loader.place = place
             raise
