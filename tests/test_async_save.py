@@ -33,6 +33,7 @@ POLICIES = {
     "host": {"chunks": 3},
     "mixed": {"chunks": 2, "layers": {"L01": {"state": "hbm"}, "prologue": {"state": "hbm"}}},
     "deferred": {"update": "deferred", "chunks": 2, "source": "cast"},
+    "speculative": {"update": "speculative", "chunks": 2},
 }
 
 
