@@ -89,13 +89,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The curves of a profile; empty (and false) for one that was not measured."""
+    """The curves of a profile, by quantity and load; empty (and false) for one that was not measured."""
 
     curves: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         keys = [(c.quantity, c.load) for c in self.curves]
         assert len(set(keys)) == len(keys), keys
+        object.__setattr__(self, "curves", tuple(sorted(self.curves, key=_place)))
 
     def __bool__(self) -> bool:
         return bool(self.curves)
@@ -113,6 +114,10 @@ class Tables:
         for c in self.curves:
             content.setdefault(str(c.quantity), {})[str(c.load)] = [[x, rate] for x, rate in c.points]
         return content
+
+
+def _place(curve: Curve) -> tuple[int, int]:
+    return list(Quantity).index(curve.quantity), list(Load).index(curve.load)
 
 
 def read_tables(content: object, where: str) -> Tables:

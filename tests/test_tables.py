@@ -102,6 +102,13 @@ def test_several_ranks_use_what_all_at_once_gave() -> None:
     assert four.source(op(OpKind.D2H, bytes=MB), hw) == "analytic"
 
 
+def test_the_order_of_measuring_does_not_matter(tmp_path: Path) -> None:
+    profile = replace(PROFILE, tables=Tables((*ONE_GPU.curves[3:], *ONE_GPU.curves[:3])))
+    assert profile == PROFILE
+    (tmp_path / "measured.yaml").write_text(profile.to_yaml())
+    assert load_profile(tmp_path / "measured.yaml") == profile
+
+
 def test_yaml_round_trip_and_hash(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(PROFILE.to_yaml())
     loaded = load_profile(tmp_path / "my.yaml")

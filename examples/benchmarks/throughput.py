@@ -66,6 +66,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
     """One plan. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
+    torch.cuda.empty_cache()  # of the plan before: it would count as this one's
     try:
         plan = slidedp.compile(model, profile, example=tokens(batch, args.seq), optimizer=slidedp.AdamW(lr=1e-5),
                                policy=policy or None, **arguments)
