@@ -72,6 +72,15 @@ class Update(StrEnum):
     DEFERRED = "deferred"
 
 
+class Rows(StrEnum):
+    """What of an embedding is updated when: all of it once its gradient is complete; or the rows that the step's batches do not
+    look up before that, so that only the others sit on the step boundary (rows.py says where that can be).
+    """
+
+    WHOLE = "whole"
+    SPLIT = "split"
+
+
 class Residence(StrEnum):
     """A group's weights between their uses: delivered again for each, or once a step and then held in HBM."""
 
@@ -95,6 +104,7 @@ class GroupDecision:
     boundary: Boundary = Boundary.HBM
     weights: Residence = Residence.STREAM
     state: StateHome = StateHome.HOST
+    rows: Rows = Rows.WHOLE
 
 
 @dataclass(frozen=True)

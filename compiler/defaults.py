@@ -13,6 +13,7 @@
   products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
   smallest window, chunks of 256 tokens.
 - HBM counts as full where budgets.py says so, short of the budget;
+- rows: `split`, the untouched ones of an embedding updated early, where fewer than half are touched (rows.py);
 - state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
 """
 
@@ -32,6 +33,7 @@ from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.policy import apply_policy
+from slidedp.compiler.rows import rows_rule
 from slidedp.compiler.spare_hbm import spare_hbm_rule
 from slidedp.compiler.units import format_bytes
 
@@ -96,6 +98,7 @@ def rule(
         reduction=Reduction.GPU,
         delivery_chunks=chunks,
         return_chunks=num_chunks(group.num_trainable * graph.grad_itemsize, chunk_bytes),
+        rows=rows_rule(graph, group),
     )
 
 

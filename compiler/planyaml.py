@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, StateHome, Update
-from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, LossHead, Stage, StageKind
+from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, Rows, StateHome, Update
+from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Lookup, LossHead, Stage, StageKind
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
 from slidedp.compiler.runlength import expand, runs
 from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_keys
@@ -20,7 +20,7 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
 OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST,
-           "update": Update.IN_BACKWARD}
+           "update": Update.IN_BACKWARD, "rows": Rows.WHOLE}
 """Fields of decisions that are written only where they say otherwise."""
 
 
@@ -72,7 +72,8 @@ def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> De
 def write_layers(layers: LayerGraph) -> dict[str, Any]:
     """The compact layer table."""
     stages = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
-               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head)}
+               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head),
+               **({"lookups": [asdict(x) | {"keys": list(x.keys)} for x in s.lookups]} if s.lookups else {})}
               for s in layers.stages]
     groups = [{"name": g.name, "numel": g.numel, "num_trainable": g.num_trainable, "uses": list(g.uses)} for g in layers.groups]
     return {"stages": _compact(stages), "groups": _compact(groups)}
@@ -80,7 +81,8 @@ def write_layers(layers: LayerGraph) -> dict[str, Any]:
 
 def read_layers(table: Mapping[str, Any], world_size: int, where: str) -> tuple[tuple[Stage, ...], tuple[Group, ...]]:
     """The inverse of :func:`write_layers`."""
-    stages = tuple(_stage(row, f"{where}: stages") for row in _expanded(table["stages"], STAGE_KEYS, f"{where}: stages"))
+    rows = _expanded(table["stages"], STAGE_KEYS, f"{where}: stages", optional=("lookups",))
+    stages = tuple(_stage(row, f"{where}: stages") for row in rows)
     rows = _expanded(table["groups"], GROUP_KEYS, f"{where}: groups")
     groups = tuple(_group(row, world_size, f"{where}: groups") for row in rows)
     stage_names, group_names = {s.name for s in stages}, {g.name for g in groups}
@@ -105,7 +107,17 @@ def _stage(row: dict[str, Any], where: str) -> Stage:
     groups = tuple(as_str(g, f"{at}: groups") for g in as_list(row["groups"], f"{at}: groups"))
     numbers = {key: as_int(row[key], f"{at}: {key}") for key in ("flops", "boundary_bytes", "activation_bytes")}
     head = _read_head(row["head"], f"{at}: head")
-    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers, head=head)
+    lookups = tuple(_lookup(x, f"{at}: lookups") for x in as_list(row.get("lookups", []), f"{at}: lookups"))
+    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers, head=head,
+                 lookups=lookups)
+
+
+def _lookup(value: object, where: str) -> Lookup:
+    row = as_mapping(value, where)
+    check_keys(row, ("group", "keys", "num_rows", "num_ids"), where)
+    keys = tuple(as_str(key, f"{where}: keys") for key in as_list(row["keys"], f"{where}: keys"))
+    num_rows, num_ids = (as_int(row[key], f"{where}: {key}", 1) for key in ("num_rows", "num_ids"))
+    return Lookup(as_str(row["group"], f"{where}: group"), keys, num_rows, num_ids)
 
 
 def _write_head(head: LossHead | None) -> dict[str, Any]:
@@ -144,12 +156,12 @@ def _compact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"name": run} | row for run, row in runs(bare)]
 
 
-def _expanded(rows: object, keys: tuple[str, ...], where: str) -> list[dict[str, Any]]:
+def _expanded(rows: object, keys: tuple[str, ...], where: str, optional: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The inverse of :func:`_compact`, in order; names given twice are errors."""
     out: dict[str, dict[str, Any]] = {}
     for i, entry in enumerate(as_list(rows, where)):
         row = as_mapping(entry, f"{where}: entry {i}")
-        check_keys(row, keys, f"{where}: entry {i}")
+        check_keys(row, (*keys, *optional), f"{where}: entry {i}", required=keys)
         for name in expand(as_str(row["name"], f"{where}: entry {i}: name"), where):
             if name in out:
                 raise ValueError(f"{where}: {name} is listed twice")

@@ -3,7 +3,7 @@
     window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, and
                                    update: in_backward or deferred
     source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
-    chunks: 4                      weights, state, and chunks, which is both delivery_chunks and return_chunks
+    chunks: 4                      weights, state, rows, and chunks, which is both delivery_chunks and return_chunks
     layers:
       "*": {delivery: sharded}     every group, then, in the order written, one or several of them:
       L00-L05: {chunks: 1}
@@ -25,6 +25,7 @@ from slidedp.compiler.decisions import (
     Reduction,
     Residence,
     Route,
+    Rows,
     Source,
     StateHome,
     Update,
@@ -35,7 +36,7 @@ from slidedp.compiler.strict import as_int, as_mapping, check_keys
 
 CHOICES: dict[str, type[StrEnum]] = {
     "delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
-    "weights": Residence, "state": StateHome, "update": Update,
+    "weights": Residence, "state": StateHome, "update": Update, "rows": Rows,
 }  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")

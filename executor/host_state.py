@@ -8,7 +8,7 @@ A group whose state lives in HBM (resident.py) has a master here, for the user's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.decisions import Decisions, Reduction, Source
-from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.layergraph import Group, Lookup, Param
 from slidedp.compiler.residency import is_resident
 from slidedp.executor.segment import GIB, Exchange, SharedSegment
 from slidedp.executor.words import Check, Words, WordsLayout
@@ -115,7 +115,8 @@ class HostState:
     ``grad`` (the reduced gradient) grad_dtype ``[num_trainable]`` of trainable groups; ``shadow`` compute_dtype ``[numel]``
     of groups delivered from it; ``raw_grad[group][rank]`` of groups reduced on the host by several ranks. All zero at first.
     Resident groups have a ``master`` only, which the GPU copies from and to.
-    ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order.
+    ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order; ``row_index``: of
+    groups whose rows are split (`split_rows`), the place of a table's first row in the masks.
 
     `exchange`, `barrier`: collectives among the host's ranks, see :data:`slidedp.executor.segment.Exchange`.
     Raises ValueError when the state exceeds `host_budget` (bytes), HostMemoryError when the host is short; both before or
@@ -135,6 +136,7 @@ class HostState:
         exchange: Exchange | None = None,
         barrier: Callable[[], object] | None = None,
         host_budget: int | None = None,
+        split_rows: Sequence[str] = (),
     ) -> None:
         assert world_size == 1 or (exchange and barrier), "several ranks need their collectives"
         self.groups = {g.name: g for g in groups}
@@ -145,7 +147,12 @@ class HostState:
             self.param_index[p.name] = len(self.param_index)
         self._loaded_word = num_words  # one more than asked for, of our own
         self._num_loads = 0
-        control = WordsLayout(num_words + 1, world_size, len(self.param_index))
+        self.row_index: dict[str, int] = {}
+        num_rows = 0
+        for name in split_rows:
+            self.row_index[name] = num_rows
+            num_rows += self.groups[name].params[0].shape[0]
+        control = WordsLayout(num_words + 1, world_size, len(self.param_index), num_rows)
         self.layout = layout_state(
             groups,
             decisions,
@@ -218,6 +225,16 @@ class HostState:
     def bytes_by_place(self) -> dict[str, int]:
         """See :meth:`StateLayout.bytes_by_place`."""
         return self.layout.bytes_by_place()
+
+    def mark_rows(self, step: int, lookups: Iterable[Lookup], batch: Mapping[str, Tensor]) -> None:
+        """Which rows of tables whose rows are split occur in this rank's `batch` of training step `step`, before its exchange."""
+        masks = self.words.rows(step)[self.rank]
+        for lookup in lookups:
+            if (first := self.row_index.get(lookup.group)) is not None:
+                mask = masks[first : first + lookup.num_rows]
+                mask[:] = 0
+                for key in lookup.keys:
+                    mask[batch[key].detach().cpu().numpy().reshape(-1)] = 1
 
     def dma_buffers(self) -> list[Tensor]:
         """Flat tensors that this rank's GPU copies from or to, to be registered with CUDA: shadows, gradients, own raw ones, and

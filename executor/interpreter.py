@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, RowSet, Stream
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
 from slidedp.executor.step import Step
@@ -46,7 +46,7 @@ class Interpreter:
         self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
         self.rank, self.world = machine.rank, machine.world_size
         self.op_names = tuple(op.name for op in graph.ops)
-        self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
+        self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.published = {e.src for e in graph.edges if e.all_ranks}
@@ -80,7 +80,7 @@ class Interpreter:
             if ref.value.startswith(("W.", "off.", "back.")) and not ref.persistent:
                 if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
                     out.append(self.machine.buffers[ref.place])
-            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and ref.value not in shared:
+            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and ref.value not in shared and not ref.rows:
                 out.append(self.device(ref))
         return out
 
@@ -241,10 +241,22 @@ class Interpreter:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
         run = self.runner.prologue_backward if op.layer == self.layers.stages[0].name else partial(self.runner.backward, op.layer)
 
+        looked_up = [g for g in grads if g in self.machine.state.row_index and op.layer == self.layers.stages[0].name]
+
         def task(step: Step) -> None:
-            step.mark_present(run(weights, grads, step.has_tokens))
+            present = run(weights, grads, step.has_tokens)
+            for group in looked_up:
+                self.require_gradient(group, present, step)
+            step.mark_present(present)
 
         return task
+
+    def require_gradient(self, group: str, present: Mapping[str, bool], step: Step) -> None:
+        """Its early updates went by that: the rows that a batch looks up are what the loss depends on."""
+        name = self.layers.group(group).params[0].name
+        if step.has_tokens and not present[name]:
+            raise RuntimeError(f"step {step.number}: {name} has no gradient, though rows of it were looked up (detached?); "
+                               f"compile with policy={{'layers': {{'{group}': {{'rows': 'whole'}}}}}}")
 
     def epilogue(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
@@ -338,16 +350,22 @@ class Interpreter:
         return task
 
     def cpu_update(self, op: Op) -> Task:
-        (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
-        if self.machine.adam.native:
-            self.bound[op.name] = self.machine.adam.bind(group, lo, hi), self.machine.param_span(group)[0]
+        (lo, hi), group, update, adam = self.span(op.writes[0]), op.layer, self.machine.update, self.machine.adam
+        rows, no_gradient = op.writes[0].rows, not op.reads[0].group
+        if not adam.native:  # torch's kernel updates a chunk in one go, when the gradient is complete
+            if rows is RowSet.UNTOUCHED:
+                return lambda step: None
+            rows = RowSet.ALL
+        options: dict[str, Any] = {"rows": rows, "no_gradient": no_gradient} if rows else {}
+        if adam.native:
+            self.bound[op.name] = adam.bind(group, lo, hi, **options), None if rows else self.machine.param_span(group)[0]
 
         def task(step: Step) -> None:
             scale = step.update_scale()
             if scale is None:
                 return
-            update(group, lo, hi, step, scale)
-            step.count("cpu_update", hi - lo)
+            update(group, lo, hi, step, scale, **options)
+            step.count("cpu_update", (hi - lo) * (rows is not RowSet.UNTOUCHED))
 
         return task
 

@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
+from slidedp.compiler.rows import find_splits
 from slidedp.compiler.tracer import Trace
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
@@ -88,7 +90,7 @@ class Machine:
         self.state = HostState(
             layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
             grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + len(self.word_of), exchange=collectives.exchange_ints,
-            barrier=collectives.barrier, host_budget=host_budget)
+            barrier=collectives.barrier, host_budget=host_budget, split_rows=list(find_splits(layers, decisions)))
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words)
@@ -168,11 +170,13 @@ class Machine:
             )
         if unknown := {e.src for e in graph.edges if e.all_ranks} - set(self.word_of):
             raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
+        if unknown := {op.layer for op in graph for ref in op.writes if ref.rows} - set(self.state.row_index):
+            raise ValueError(f"this batch looks rows of {min(unknown)} up, unlike the first one; compile with example=")
 
-    def update(self, group: str, lo: int, hi: int, step: Step, scale: float) -> None:
-        """AdamW on this rank's part of a returned gradient chunk, times `scale`."""
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, **rows: Any) -> None:
+        """AdamW on this rank's part of a returned gradient chunk, times `scale`. `rows`: options of :meth:`CpuAdam.update`."""
         with noting(step, group):
-            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale)
+            self.adam.update(group, lo, hi, step.number, None if rows else self.present(group, step), scale, **rows)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""

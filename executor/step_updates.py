@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slidedp.compiler.ops import Op
+from slidedp.compiler.ops import Op, RowSet
 from slidedp.executor.adam import BoundUpdate
 from slidedp.executor.native.build import SKIPPED, StepConstants
 from slidedp.executor.step import Step
@@ -31,11 +31,15 @@ class StepUpdates:
         self._constants = StepConstants(step.number, self._adam.lr(step.number), step.turn + 1, losses,
                                          step.scale_cell.ctypes.data if machine.clipping else None)
 
-    def submit(self, op: Op, bound: BoundUpdate, first_param: int, waits: Sequence[Ticket],
+    def submit(self, op: Op, bound: BoundUpdate, first_param: int | None, waits: Sequence[Ticket],
                expected: Sequence[tuple[int, int]]) -> Ticket:
-        """`first_param`: the group's first, of all with presence flags. `expected`: (word, step) that all ranks must reach."""
+        """`first_param`: the group's first, of all with presence flags; None: all have a gradient.
+
+        `expected`: (word, step) that all ranks must reach.
+        """
         gates = [(self._words.address_of_word(word), at_least) for word, at_least in expected] if expected else ()
-        return self._stream.submit_update(bound.handle, self._constants, waits, present=self._present + first_param, gates=gates,
+        return self._stream.submit_update(bound.handle, self._constants, waits, gates=gates,
+                                          present=0 if first_param is None else self._present + first_param,
                                           finished=partial(self.finished, bound), name=op.name, deadline=op.deadline)
 
     def finished(self, bound: BoundUpdate, result: int) -> None:
@@ -43,7 +47,7 @@ class StepUpdates:
             return  # on every rank alike; `run` raises for the loss, and the weights stay as they are
         with noting(self._step, bound.group):
             self._adam.raise_nonfinite(bound.group, result, self._step.number)
-        self._step.count("cpu_update", bound.hi - bound.lo)
+        self._step.count("cpu_update", (bound.hi - bound.lo) * (bound.rows is not RowSet.UNTOUCHED))
 
 
 @contextmanager

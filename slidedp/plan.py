@@ -130,6 +130,8 @@ class Plan:
             valid, signature = spec.trace.num_valid(batch), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
             machine.take_back_model()
+            if training:
+                machine.state.mark_rows(machine.num_steps + 1, spec.layers.stages[0].lookups, batch)
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e

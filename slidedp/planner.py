@@ -263,11 +263,16 @@ class Planner:
 
     def alike(self, layers: LayerGraph, decisions: Decisions) -> Specialisation | None:
         """A lowered specialisation with the same stages, groups and decisions: another batch shape changes no op and no edge."""
-        shape = [(s.name, s.groups) for s in layers.stages], layers.groups, decisions.groups
+        shape = stages_of(layers), layers.groups, decisions.groups
         for spec in (spec for specs in self.known.values() for spec in specs if "graph" in spec.__dict__):
-            if shape == ([(s.name, s.groups) for s in spec.layers.stages], spec.layers.groups, spec.decisions.groups):
+            if shape == (stages_of(spec.layers), spec.layers.groups, spec.decisions.groups):
                 return spec
         return None
+
+
+def stages_of(layers: LayerGraph) -> list[tuple[Any, ...]]:
+    """What the ops of a graph depend on of its stages, whatever the batch's shape."""
+    return [(s.name, s.groups, *((x.group, x.keys) for x in s.lookups)) for s in layers.stages]
 
 
 def requires_grad(model: nn.Module) -> tuple[bool, ...]:

@@ -269,9 +269,12 @@ extern "C" {
 void* slidedp_update_create(float* master, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype, void* shadow,
                             int32_t shadow_dtype, const Part* parts, int64_t num_parts, int64_t* counts, int64_t num_params,
                             const Recipe* recipe) {
-    return new (std::nothrow) Update({master, exp_avg, exp_avg_sq, grad, shadow}, update_block_of(grad_dtype, shadow_dtype),
-                                     std::vector<Part>(parts, parts + num_parts), counts, num_params, *recipe);
+    return new (std::nothrow) Update({master, exp_avg, exp_avg_sq, grad, shadow}, grad_dtype,
+                                     update_block_of(grad_dtype, shadow_dtype), std::vector<Part>(parts, parts + num_parts),
+                                     counts, num_params, *recipe);
 }
+// Before its first step: the update is of some rows of its only parameter, which starts at element 0.
+void slidedp_update_take_rows(void* update, const Rows* rows) { static_cast<Update*>(update)->take_rows(*rows); }
 void slidedp_update_destroy(void* update) { delete static_cast<Update*>(update); }
 
 void* slidedp_queue_create(int32_t threads, const Ranks* ranks) {

@@ -1,0 +1,58 @@
+"""An embedding whose untouched rows are updated early: where that can be, and what each part costs.
+
+The gradient of a row that no batch of the step looks up is known long before the backward ends: it is the head's alone where
+the table is the head's too (tied), else zero. Asked by passes/rows.py, the solver's event graph and the executor alike, so that
+they agree on which groups are split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slidedp.compiler.decisions import Decisions, Rows, StateHome, Update
+from slidedp.compiler.layergraph import Group, LayerGraph, Lookup
+
+WORTH_SPLITTING = 0.5
+"""Share of rows touched from which on splitting saves less of the step boundary than its second trip home is worth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the rows of one group are split. `touched`: the share of rows that the step's batches look up, at most."""
+
+    lookup: Lookup
+    touched: float
+    tied: bool
+
+    def parts(self, amount: int) -> tuple[int, int]:
+        """Of work on the whole table: what is there for the untouched rows, and for the touched."""
+        late = round(amount * self.touched)
+        return amount - late, late
+
+
+def possible_split(layers: LayerGraph, group: Group) -> Split | None:
+    """How `group` could be split; None for anything but a table that the prologue looks up and at most the epilogue reads."""
+    first, last = layers.stages[0], layers.stages[-1]
+    lookup = next((x for x in first.lookups if x.group == group.name), None)
+    if lookup is None or not group.trainable or group.uses not in ((first.name,), (first.name, last.name)):
+        return None
+    return Split(lookup, min(1.0, layers.world_size * lookup.num_ids / lookup.num_rows), len(group.uses) > 1)
+
+
+def find_split(layers: LayerGraph, decisions: Decisions, group: Group) -> Split | None:
+    """How `group` is split: where the decision is `split` and it can be, of state on the host that is updated in the backward."""
+    decision = decisions.of(group.name)
+    if decision.rows is not Rows.SPLIT or decision.state is not StateHome.HOST or decisions.update is not Update.IN_BACKWARD:
+        return None
+    return possible_split(layers, group)
+
+
+def find_splits(layers: LayerGraph, decisions: Decisions) -> dict[str, Split]:
+    """By group, of all that are split."""
+    return {g.name: split for g in layers.groups if (split := find_split(layers, decisions, g)) is not None}
+
+
+def rows_rule(layers: LayerGraph, group: Group) -> Rows:
+    """The rule's decision: `split` where it can be and fewer than half of the rows are touched."""
+    split = possible_split(layers, group)
+    return Rows.SPLIT if split is not None and split.touched < WORTH_SPLITTING else Rows.WHOLE
