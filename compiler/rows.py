@@ -24,10 +24,14 @@ class Split:
     touched: float
     tied: bool
 
-    def parts(self, amount: int) -> tuple[int, int]:
-        """Of work on the whole table: what is there for the untouched rows, and for the touched."""
-        late = round(amount * self.touched)
-        return amount - late, late
+    def update_bytes(self, num_bytes: int, gradient_bytes: int) -> tuple[int, int]:
+        """Of an update of `num_bytes`, its gradient included: those of the untouched rows' part, and of the touched rows'.
+
+        A gradient of zero is not read.
+        """
+        late = round(num_bytes * self.touched)
+        unread = 0 if self.tied else gradient_bytes - round(gradient_bytes * self.touched)
+        return num_bytes - late - unread, late
 
 
 def possible_split(layers: LayerGraph, group: Group) -> Split | None:
@@ -39,17 +43,18 @@ def possible_split(layers: LayerGraph, group: Group) -> Split | None:
     return Split(lookup, min(1.0, layers.world_size * lookup.num_ids / lookup.num_rows), len(group.uses) > 1)
 
 
-def find_split(layers: LayerGraph, decisions: Decisions, group: Group) -> Split | None:
-    """How `group` is split: where the decision is `split` and it can be, of state on the host that is updated in the backward."""
-    decision = decisions.of(group.name)
-    if decision.rows is not Rows.SPLIT or decision.state is not StateHome.HOST or decisions.update is not Update.IN_BACKWARD:
-        return None
-    return possible_split(layers, group)
+def split_on_host(layers: LayerGraph, decisions: Decisions) -> dict[str, Split]:
+    """How groups are split where their state is on the host, wherever that is: so decided, possible, updated in the backward."""
+    if decisions.update is not Update.IN_BACKWARD:
+        return {}
+    wanted = [g for g in layers.groups if decisions.of(g.name).rows is Rows.SPLIT]
+    return {g.name: split for g in wanted if (split := possible_split(layers, g)) is not None}
 
 
 def find_splits(layers: LayerGraph, decisions: Decisions) -> dict[str, Split]:
     """By group, of all that are split."""
-    return {g.name: split for g in layers.groups if (split := find_split(layers, decisions, g)) is not None}
+    splits = split_on_host(layers, decisions)
+    return {name: split for name, split in splits.items() if decisions.of(name).state is StateHome.HOST}
 
 
 def rows_rule(layers: LayerGraph, group: Group) -> Rows:

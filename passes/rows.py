@@ -60,10 +60,8 @@ class RowUpdates(Pass):
             before = replace(op, name=name, reads=select(op.reads, RowSet.UNTOUCHED), writes=select(op.writes, RowSet.UNTOUCHED))
             return (before, replace(op, reads=later(op.reads), writes=later(op.writes))) if split.tied else (None, op)
         gradient, state = op.reads
-        early_bytes, late_bytes = split.parts(op.bytes)
-        known = gradient
-        if not split.tied:
-            known, early_bytes = Ref("loss"), split.parts(self.without_gradient(op, group))[0]
+        early_bytes, late_bytes = split.update_bytes(op.bytes, self.gradient_bytes(op, group))
+        known = gradient if split.tied else Ref("loss")
         before = replace(op, name=name, reads=(*select((known, state), RowSet.UNTOUCHED), Ref("batch")),
                          writes=select(op.writes, RowSet.UNTOUCHED), bytes=early_bytes)
         if split.tied:
@@ -71,11 +69,11 @@ class RowUpdates(Pass):
         return before, replace(op, reads=(*select((gradient, state), RowSet.TOUCHED), Ref("batch")),
                                writes=select(op.writes, RowSet.TOUCHED), bytes=late_bytes)
 
-    def without_gradient(self, op: Op, group: Group) -> int:
-        """Bytes of the update of a chunk that reads no gradient."""
+    def gradient_bytes(self, op: Op, group: Group) -> int:
+        """What the update of a chunk reads of its gradient."""
         assert op.chunk is not None
         lo, hi = op.chunk.bounds(group, self.layers.world_size)
-        return op.bytes - (hi - lo) // self.layers.world_size * self.layers.grad_itemsize
+        return (hi - lo) // self.layers.world_size * self.layers.grad_itemsize
 
 
 def select(refs: tuple[Ref, ...], rows: RowSet) -> tuple[Ref, ...]:
