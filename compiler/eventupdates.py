@@ -7,7 +7,7 @@ last arrives at `last`, and whose next delivery starts at `start` and ends one c
     end   + T >= first + all chunks of i  + all that is due before i
     start + T >= first + the chunks of i that the first delivered chunk needs + all that is due before i
 
-Of a table whose rows are split, the untouched rows' updates are works of their own, with an earlier arrival and the same deadline.
+Of a table whose rows are split, the untouched rows' updates are works of their own, which arrive earlier and are due as soon.
 
 Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known.
 """

@@ -186,7 +186,7 @@ def _assemble(
     inputs = [n.meta["val"] for n in segments[-1].inputs]
     head = measure_head(programs[-1].graph, model, inputs, programs[-1].params, recorder.device)
     sizes = {key: t.numel() for key, t in recorder.batch.items()}
-    lookups = find_lookups(model, segments[0].nodes, groups, sizes)
+    lookups = find_lookups(model, segments[0].nodes, groups, sizes) if programs[0].grad_outputs else ()
     stages = (replace(stages[0], lookups=lookups), *stages[1:-1], replace(stages[-1], head=head))
     read = set(itertools.chain.from_iterable(reads.values()))
     found = Trace(
