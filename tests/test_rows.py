@@ -10,7 +10,7 @@ import pytest
 import torch
 from delays import Delays
 from ranks import RunRanks
-from stacks import qwen3_4b
+from stacks import looking_up, qwen3_4b
 from test_adam import needs_native
 from test_eventgraph import tied, timeline
 from test_passes import ROUTES, tiny, uniform
@@ -104,11 +104,6 @@ def test_whole_where_it_cannot_be_split():
     in_a_layer = replace(layers, groups=(replace(layers.groups[0], uses=("prologue", "L01", "epilogue")), *layers.groups[1:]))
     assert not find_splits(in_a_layer, split)
     assert not find_splits(layers, uniform(layers))
-
-
-def looking_up(layers: LayerGraph, num_ids: int, num_rows: int = 151936) -> LayerGraph:
-    first = replace(layers.stages[0], lookups=(Lookup(layers.groups[0].name, ("input_ids",), num_rows, num_ids),))
-    return replace(layers, stages=(first, *layers.stages[1:]))
 
 
 @null

@@ -58,7 +58,8 @@ struct Rows {  // mirrors Rows in executor/native/build.py: which rows of a tabl
     }
 };
 
-alignas(64) inline constexpr float kZeros[kTile] = {};  // a tile's gradient, of any element type
+constexpr int64_t kZeroRun = 4 * kTile;
+alignas(64) inline constexpr float kZeros[kZeroRun] = {};  // a gradient that stays in L1, of any element type
 
 // `counts`: [step last counted, gradients so far of each trainable parameter of the group...], shared by the group's updates.
 class Update {
@@ -108,10 +109,10 @@ public:
 private:
     int64_t run_on_zeros(int64_t lo, int64_t hi, const Segment& s) const {
         Tensors tensors = tensors_;
-        for (int64_t i = lo; i < hi; i += kTile) {
+        for (int64_t i = lo; i < hi; i += kZeroRun) {
             auto zeros = reinterpret_cast<uintptr_t>(kZeros) - uintptr_t(i) * uintptr_t(grad_itemsize_);  // element i is the first
             tensors.grad = reinterpret_cast<const void*>(zeros);
-            run_(tensors, i, std::min(i + kTile, hi), s, betas_);
+            run_(tensors, i, std::min(i + kZeroRun, hi), s, betas_);
         }
         return -1;
     }
