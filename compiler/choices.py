@@ -118,7 +118,8 @@ class Choices:
 
     def with_frame(self, frame: Decisions) -> Choices:
         """The same choices with the slots of `frame`."""
-        return replace(self, defaults=replace(self.defaults, **{key: getattr(frame, key) for key in PLAN_KEYS}))
+        slots: dict[str, Any] = {key: getattr(frame, key) for key in PLAN_KEYS if key != "update"}
+        return replace(self, defaults=replace(self.defaults, **slots))
 
 
 def find_choices(

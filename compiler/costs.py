@@ -90,6 +90,8 @@ class AnalyticCostModel:
                 return hw.collective_latency_us + _us(op.bytes, hw.gpu_link_gbps or self.staged_gbps(hw))
             case OpKind.BARRIER:
                 return hw.collective_latency_us
+            case OpKind.SETTLE:
+                return 0.0  # of a step that is not clipped; else it is a CPU update
             case OpKind.GRAD_NORM:
                 return self.norm_us(op, hw)
             case OpKind.HOST_CAST:

@@ -63,13 +63,17 @@ class StateHome(StrEnum):
 
 
 class Update(StrEnum):
-    """When updates run: as their gradients arrive; or once the norm of all of them is known, most under the next forward.
+    """When updates run: as their gradients arrive (`in_backward`); once the norm of all of them is known, most under the next
+    forward (`deferred`); or as they arrive, into second buffers, which are taken over once the norm is known, or else are not
+    and the update is done again (`speculative`).
 
-    Only `deferred` can clip by the global norm, and skip a step whose gradient is not finite.
+    Whether updates wait for the norm is the plan's decision: only then can it clip by the norm, and skip a step whose gradient
+    is not finite. How those of a group wait is the group's.
     """
 
     IN_BACKWARD = "in_backward"
     DEFERRED = "deferred"
+    SPECULATIVE = "speculative"
 
 
 class Rows(StrEnum):
@@ -93,6 +97,7 @@ class GroupDecision:
     """How one group's weights, gradients and update move. Chunk counts are clamped to what the group's size allows.
 
     With the state in HBM, `delivery`, `source`, `delivery_chunks` and `weights` say nothing, and gradients are summed there.
+    `update`: `deferred` or `speculative`, for plans whose updates wait for the norm; see residency.py for what speculates.
     """
 
     delivery: Route = Route.REPLICATED
@@ -104,6 +109,7 @@ class GroupDecision:
     boundary: Boundary = Boundary.HBM
     weights: Residence = Residence.STREAM
     state: StateHome = StateHome.HOST
+    update: Update = Update.DEFERRED
     rows: Rows = Rows.WHOLE
 
 
@@ -113,7 +119,9 @@ class Decisions:
     `act_slots`: layers whose activations (or boundaries) are in HBM on their way to the host, and again on their way back.
 
     `head_chunks`: in how many chunks of tokens the epilogue makes the logits, at most; 1: all at once, as eager.
-    `update`: when updates run, of all groups alike.
+    `update`: `in_backward`, or `deferred` if updates wait for the norm of all gradients.
+    `slices`: in how many pieces, cut along its rows, a batch goes through each layer: what a layer needs while it runs is that of
+    a piece. To whatever couples rows (batch norm in training, an auxiliary loss over experts) each is a batch by itself.
     """
 
     groups: dict[str, GroupDecision] = field(default_factory=dict)
@@ -124,6 +132,7 @@ class Decisions:
     head_chunks: int = 1
     act_slots: int = 2
     update: Update = Update.IN_BACKWARD
+    slices: int = 1
 
     def of(self, group: str) -> GroupDecision:
         return self.groups[group]

@@ -12,6 +12,8 @@
 - head chunks: 1, all logits at once, while these are under 256 MiB in FP32; else chunks of 2048 tokens, where the head's
   products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
   smallest window, chunks of 256 tokens.
+- boundaries: in HBM; those of a step of several micro-batches, of which each waits for all others, on the host where HBM has no
+  room for them even then.
 - HBM counts as full where budgets.py says so, short of the budget;
 - rows: `split`, the untouched ones of an embedding updated early, where fewer than half are touched (rows.py);
 - state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
@@ -26,7 +28,7 @@ from typing import Any
 
 from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
-from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
@@ -66,9 +68,11 @@ def default_decisions(
     host_budget = hw.host_bytes if host_budget is None else host_budget
     costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
 
-    def decide(source: Source, window: int, last: Activation = Activation.RETAIN, rows: int = HEAD_ROWS[0]) -> Decisions:
+    def decide(source: Source, window: int, last: Activation = Activation.RETAIN, rows: int = HEAD_ROWS[0],
+               boundary: Boundary = Boundary.HBM) -> Decisions:
         bare = apply_policy(Decisions({g.name: GroupDecision(source=source) for g in graph.groups}), policy, graph)
         groups = {g.name: rule(graph, g, bare.of(g.name).source, hw, costs, chunk_bytes) for g in graph.groups}
+        groups = {name: replace(d, boundary=boundary) for name, d in groups.items()}
         if (name := group_of_last_layer(graph)) is not None:
             groups[name] = replace(groups[name], act=last)
         return apply_policy(Decisions(groups, window=window, head_chunks=num_head_chunks(graph, rows)), policy, graph)
@@ -76,8 +80,10 @@ def default_decisions(
     fits = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
     source = Source.SHADOW if fits else Source.CAST
     options = [(window, last, HEAD_ROWS[0]) for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE))]
-    for window, last, rows in (*options, (WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1])):
-        decisions = decide(source, window, last, rows)
+    smallest = WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1]
+    places = (Boundary.HBM, Boundary.HOST) if graph.num_lanes > 1 else (Boundary.HBM,)
+    for boundary, (window, last, rows) in product(places, (*options, smallest)):
+        decisions = decide(source, window, last, rows, boundary)
         if estimate_memory(graph, decisions).hbm_bytes <= room:
             break
     check_head(graph, decisions)
@@ -158,7 +164,7 @@ def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host
         raise BudgetError(
             f"{graph.model or 'model'}: a window of {decisions.window} weight slots needs {format_bytes(memory.hbm_bytes)} "
             f"of HBM, {format_bytes(memory.hbm_bytes - hbm_budget)} more than the budget of {format_bytes(hbm_budget)} "
-            f"({_largest(memory.hbm)}); use fewer or shorter sequences, a smaller window, or raise hbm_budget"
+            f"({_largest(memory.hbm)}); use fewer or shorter sequences, more slices, a smaller window, or raise hbm_budget"
         )
     if memory.host_bytes > host_budget:
         remedy = "pin source=cast, which needs no shadow, " if memory.host["shadow"] else "use a host with more memory "

@@ -30,6 +30,7 @@ HEADS: dict[str, tuple[OpKind, Stream]] = {
     "host_reduce": (OpKind.HOST_REDUCE, Stream.HOST),
     "cpu_update": (OpKind.CPU_UPDATE, Stream.CPU),
     "gpu_update": (OpKind.GPU_UPDATE, Stream.UPDATE),
+    "settle": (OpKind.SETTLE, Stream.CPU),
     "act_offload": (OpKind.ACT_OFFLOAD, Stream.D2H),
     "act_reload": (OpKind.ACT_RELOAD, Stream.H2D),
     "prologue": (OpKind.PROLOGUE, Stream.GPU),

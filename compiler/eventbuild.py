@@ -143,9 +143,9 @@ def duration(parts: Parts, p: Phase) -> Linear:
     stage = parts.layers.stages[p.stage]
     if p.kind is OpKind.RECOMPUTE:
         if not parts.options(owner(stage), "act"):
-            return Linear(parts.costs.recompute(stage, "recompute"))
-        return parts.each(owner(stage), "act", lambda o: parts.costs.recompute(stage, str(o["act"])))
-    return Linear(parts.costs.backward(stage) if p.kind is OpKind.BACKWARD else parts.costs.forward(p.stage))
+            return Linear(parts.costs.recompute(p.stage, "recompute"))
+        return parts.each(owner(stage), "act", lambda o: parts.costs.recompute(p.stage, str(o["act"])))
+    return Linear(parts.costs.backward(p.stage) if p.kind is OpKind.BACKWARD else parts.costs.forward(p.stage))
 
 
 def update_on_gpu(parts: Parts, name: str, produced: Point, first_reader: str) -> None:

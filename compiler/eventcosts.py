@@ -13,8 +13,11 @@ from slidedp.compiler.choices import Values
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind, cut_chunks
-from slidedp.compiler.ops import Chunk, Op, OpKind, Ref, Stream
+from slidedp.compiler.ops import Chunk, Op, OpKind, Ref, Stream, in_lane
 from slidedp.compiler.rows import Split
+
+Lane = tuple[Stage, ...]
+"""The stages of one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,32 +160,39 @@ class OptionCosts:
     # ---- compute and activations ----
 
     def forward(self, i: int) -> int:
-        """Of stage `i`: prologue, a layer, or the epilogue with its backward."""
+        """Of stage `i`: prologue, a layer, or the epilogue with its backward. Here and below: of all micro-batches together."""
         stage = self.layers.stages[i]
         if stage.kind is StageKind.EPILOGUE:
-            return self._gpu(stage.name, OpKind.EPILOGUE, stage, stage.activation_bytes, 3 * stage.flops)
-        after = self.layers.stages[i + 1].boundary_bytes
-        if stage.kind is StageKind.PROLOGUE:
-            return self._gpu(stage.name, OpKind.PROLOGUE, stage, after, stage.flops)
-        return self._gpu(f"fwd.{stage.name}", OpKind.FORWARD, stage, after, stage.flops)
+            return self._gpu(stage.name, OpKind.EPILOGUE, i, lambda lane: lane[i].activation_bytes, 3)
+        prologue = stage.kind is StageKind.PROLOGUE
+        return self._gpu(stage.name if prologue else f"fwd.{stage.name}", OpKind.PROLOGUE if prologue else OpKind.FORWARD, i,
+                         lambda lane: lane[i + 1].boundary_bytes)
 
-    def recompute(self, stage: Stage, act: str) -> int:
+    def recompute(self, i: int, act: str) -> int:
         """What runs again before the backward: nothing of a layer that kept or reloads all."""
         if act in ("retain", "offload"):
             return 0
-        return self._gpu(f"recompute.{stage.name}", OpKind.RECOMPUTE, stage, stage.activation_bytes, stage.flops)
+        return self._gpu(f"recompute.{self.layers.stages[i].name}", OpKind.RECOMPUTE, i, lambda lane: lane[i].activation_bytes)
 
-    def backward(self, stage: Stage) -> int:
-        num_bytes = 0 if stage.kind is StageKind.PROLOGUE else stage.boundary_bytes
-        return self._gpu(f"bwd.{stage.name}", OpKind.BACKWARD, stage, num_bytes, 2 * stage.flops)
+    def backward(self, i: int) -> int:
+        name = f"bwd.{self.layers.stages[i].name}"
+        return self._gpu(name, OpKind.BACKWARD, i, lambda lane: lane[i].boundary_bytes * (i > 0), 2)
 
-    def offload(self, stage: Stage, kind: OpKind) -> int:
+    def offload(self, i: int, kind: OpKind) -> int:
         """`kind`: act_offload or act_reload, of everything that a layer keeps."""
         stream = Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D
-        return self.op_us(Op(f"{kind}.{stage.name}", kind, stream, stage.name, bytes=stage.activation_bytes))
+        return self._in_lanes(f"{kind}.{self.layers.stages[i].name}", kind, stream, i, lambda lane: lane[i].activation_bytes, 0)
 
-    def _gpu(self, name: str, kind: OpKind, stage: Stage, num_bytes: int, flops: int) -> int:
-        return self.op_us(Op(name, kind, Stream.GPU, stage.name, bytes=num_bytes, flops=flops))
+    def _gpu(self, name: str, kind: OpKind, i: int, num_bytes: Callable[[Lane], int], forwards: int = 1) -> int:
+        return self._in_lanes(name, kind, Stream.GPU, i, num_bytes, forwards)
+
+    def _in_lanes(self, name: str, kind: OpKind, stream: Stream, i: int, num_bytes: Callable[[Lane], int], forwards: int) -> int:
+        """One op of stage `i` for each micro-batch. `forwards`: its flops are so many times those of a forward."""
+        total, num = 0, self.layers.num_lanes
+        for k, lane in enumerate(self.layers.each_lane):
+            total += self.op_us(Op(in_lane(name, k, num), kind, stream, lane[i].name, bytes=num_bytes(lane),
+                                   flops=forwards * lane[i].flops))
+        return total
 
     def op_us(self, op: Op) -> int:
         us = self.costs.duration_us(op, self.hw)

@@ -247,7 +247,7 @@ class Parts:
     def move_activations(self, i: int, kind: OpKind, after: Point) -> Point | None:
         """An offload or reload of stage `i`, if any option has one: when it has ended."""
         stage = self.layers.stages[i]
-        duration = self.each(owner(stage), "act", lambda o: self.costs.offload(stage, kind) if o["act"] == "offload" else 0)
+        duration = self.each(owner(stage), "act", lambda o: self.costs.offload(i, kind) if o["act"] == "offload" else 0)
         if duration == ZERO:
             return None
         end = self.run(f"{kind}.{stage.name}", Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D, duration)

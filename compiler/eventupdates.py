@@ -9,14 +9,15 @@ last arrives at `last`, and whose next delivery starts at `start` and ends one c
 
 Of a table whose rows are split, the untouched rows' updates are works of their own, which arrive earlier and are due as soon.
 
-Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known.
+Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known. They then have no arrival
+of their own, and are inside the interval of whatever arrives. Those that speculate arrive as they would without a norm; only
+what they have made is not taken before it is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from slidedp.compiler.choices import Values
 from slidedp.compiler.decisions import Update
@@ -45,7 +46,8 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
         if w[1] in parts.returns:
             due.setdefault(w[1], parts.deliveries[w])
     homes = sorted((home for home in arrived if home.group in due), key=lambda home: due[home.group].start)
-    arrival = {home: k for k, home in enumerate(arrived)}
+    early = [home for home in arrived if not _deferred(parts, home.group)]
+    arrival = {home: early.index(home) if home in early else len(arrived) for home in arrived}
     works = tuple(Work(home.group, _duration(parts, home)) for home in homes)
 
     def before(j: int, than: Home) -> Linear:
@@ -57,16 +59,16 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
         return outside
 
     if parts.choices.defaults.update is Update.DEFERRED:
-        _defer(parts, due, homes)
-        return works
+        _behind_the_norm(parts, due, homes, works, early)
     for j, home in enumerate(homes):
         delivery, what = due[home.group], f"updates up to {home.group}"
-        inside = parts.each(home.group, "gradients", lambda o: 0 if o else OFF) + before(j, home)
-        one, some = _chunk(parts, home), _first_chunk(parts, home)
-        parts.wait(delivery.end, home.at.last + inside + one + delivery.chunk, what, 1, j)
-        parts.wait(delivery.end, home.at.first + inside + delivery.chunk, what, 1, j + 1)
-        parts.wait(delivery.start, home.at.first + inside + one, what, 1, j)
-        parts.wait(delivery.start, home.at.first + inside + some, what, 1, j)
+        if home in early:
+            inside = parts.each(home.group, "gradients", lambda o: 0 if o else OFF) + before(j, home)
+            one, some = _chunk(parts, home), _first_chunk(parts, home)
+            parts.wait(delivery.end, home.at.last + inside + one + delivery.chunk, what, 1, j)
+            parts.wait(delivery.end, home.at.first + inside + delivery.chunk, what, 1, j + 1)
+            parts.wait(delivery.start, home.at.first + inside + one, what, 1, j)
+            parts.wait(delivery.start, home.at.first + inside + some, what, 1, j)
         for k in range(j):  # from an earlier arrival on, all that is due up to this
             if arrival[homes[k]] < arrival[home]:
                 there = parts.each(homes[k].group, "gradients", lambda o: 0 if o else OFF) + before(j, homes[k])
@@ -74,15 +76,28 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
     return works
 
 
-def _defer(parts: Parts, due: dict[str, Delivered], homes: list[Home]) -> None:
+def _deferred(parts: Parts, name: str) -> bool:
+    decision, group = parts.choices.defaults.of(name), parts.layers.group(name)
+    speculative = decision.update is Update.SPECULATIVE and group.num_trainable == group.numel
+    return parts.choices.defaults.update is Update.DEFERRED and not speculative
+
+
+def _behind_the_norm(parts: Parts, due: dict[str, Delivered], homes: Sequence[Home], works: Sequence[Work],
+                     early: list[Home]) -> None:
     """The last two constraints above, for updates that wait until all gradients, and their sums, are there."""
     ends = [parts.on[stream][-1][1] for stream in (Stream.GPU, Stream.COMM, Stream.HOST) if parts.on.get(stream)]
-    for end, (j, home) in product(ends, enumerate(homes)):
-        delivery, what = due[home.group], f"deferred updates up to {home.group}"
-        norm = end + parts.each(home.group, "gradients", lambda o: 0 if o else OFF)
-        parts.wait(delivery.end, norm + delivery.chunk, what, 1, j + 1)
-        parts.wait(delivery.start, norm + _chunk(parts, home), what, 1, j)
-        parts.wait(delivery.start, norm + _first_chunk(parts, home), what, 1, j)
+    for end in ends:
+        done = ZERO  # of the works due so far, those that need not be behind the norm
+        for j, (home, work) in enumerate(zip(homes, works, strict=True)):
+            delivery, what = due[home.group], f"deferred updates up to {home.group}"
+            norm = end + parts.each(home.group, "gradients", lambda o: 0 if o else OFF) + done
+            if home in early:
+                parts.wait(delivery.start, norm, what, 1, j)
+                done = done + work.duration.map(lambda v: -v)
+                continue
+            parts.wait(delivery.end, norm + delivery.chunk, what, 1, j + 1)
+            parts.wait(delivery.start, norm + _chunk(parts, home), what, 1, j)
+            parts.wait(delivery.start, norm + _first_chunk(parts, home), what, 1, j)
 
 
 def _update(parts: Parts, home: Home, o: Values, source: str) -> Chunked:

@@ -24,7 +24,7 @@ MIN_COLUMNS = 20
 _PREFERRED = {
     OpKind.H2D: "H", OpKind.D2H: "D", OpKind.HOST_CAST: "C", OpKind.ALL_GATHER: "G", OpKind.REDUCE: "S", OpKind.HOST_REDUCE: "A",
     OpKind.CPU_UPDATE: "U", OpKind.ACT_OFFLOAD: "O", OpKind.ACT_RELOAD: "I", OpKind.PROLOGUE: "P",
-    OpKind.EPILOGUE: "E", OpKind.GRAD_NORM: "N",
+    OpKind.EPILOGUE: "E", OpKind.GRAD_NORM: "N", OpKind.SETTLE: "K",
 }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ executor runs (torch.fx graph modules) travels beside it, in :class:`slidedp.com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -152,6 +153,10 @@ class LayerGraph:
     grad_dtype: str = "float32"
     model: str = ""
     """What was traced, e.g. the class name: for messages and plan files."""
+    lanes: tuple[tuple[Stage, ...], ...] = ()
+    """The stages of each micro-batch of the step, in order, if there are several: `stages` then has their sums (see in_lanes)."""
+    slices: int = 1
+    """Pieces that each batch of the step was cut into, at most: `Decisions.slices` when this was made."""
 
     @cached_property
     def group_by_name(self) -> dict[str, Group]:
@@ -168,6 +173,15 @@ class LayerGraph:
         return self.stage_by_name[name]
 
     @property
+    def num_lanes(self) -> int:
+        return max(len(self.lanes), 1)
+
+    @property
+    def each_lane(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages as every micro-batch has them."""
+        return self.lanes or (self.stages,)
+
+    @property
     def compute_itemsize(self) -> int:
         return ITEMSIZE[self.compute_dtype]
 
@@ -177,7 +191,7 @@ class LayerGraph:
 
     @property
     def head(self) -> LossHead | None:
-        """The epilogue's, if it was measured."""
+        """The epilogue's, if it was measured: that of the micro-batch with most logits."""
         return next((s.head for s in self.stages if s.head), None)
 
     @property
@@ -191,6 +205,55 @@ class LayerGraph:
         buffer of its own, filled once a step.
         """
         return len(group.uses) == 1 and self.stage(group.uses[0]).kind is StageKind.LAYER
+
+
+def in_lanes(graphs: Sequence[LayerGraph], slices: int = 1) -> LayerGraph:
+    """The graph of a step over several micro-batches, each with its own, in order; of one, just that.
+
+    Raises ValueError where they do not have the same stages and groups: a layer's weights come once for all of them.
+    """
+    first, *others = graphs
+    for i, other in enumerate(others, 1):
+        if [(s.name, s.groups) for s in other.stages] != [(s.name, s.groups) for s in first.stages]:
+            raise ValueError(f"micro-batch {i} uses other layers than micro-batch 0; run them in steps of their own")
+    if not others:
+        return replace(first, slices=slices)
+    lanes = tuple(graph.stages for graph in graphs)
+    return replace(first, stages=tuple(map(_summed, zip(*lanes, strict=True))), lanes=lanes, slices=slices)
+
+
+def _summed(stages: tuple[Stage, ...]) -> Stage:
+    """One stage of all lanes: its sizes are their sums, its head the largest."""
+    heads = [s.head for s in stages if s.head]
+    return replace(
+        stages[0], flops=sum(s.flops for s in stages), boundary_bytes=sum(s.boundary_bytes for s in stages),
+        activation_bytes=sum(s.activation_bytes for s in stages), head=max(heads, key=lambda h: h.logits_bytes, default=None))
+
+
+def recut(graph: LayerGraph, slices: int) -> LayerGraph:
+    """`graph` as it would be, about, with each batch in so many slices: equal parts of its sums. As it is, if it has as many."""
+    if slices == graph.slices:
+        return graph
+    num = max(1, graph.num_lanes // graph.slices) * slices
+    if num == 1:
+        return replace(graph, stages=tuple(_part(s, 1, graph.num_lanes) for s in graph.stages), lanes=(), slices=slices)
+    part = replace(graph, stages=tuple(_part(s, num, graph.num_lanes) for s in graph.stages), lanes=())
+    return in_lanes([part] * num, slices)
+
+
+def _part(stage: Stage, num: int, heads: int) -> Stage:
+    """One of `num` parts of a stage, whose head is that of one of `heads` parts."""
+    return replace(
+        stage, flops=stage.flops // num, boundary_bytes=-(-stage.boundary_bytes // num),
+        activation_bytes=-(-stage.activation_bytes // num), head=stage.head and _resized(stage.head, heads, num))
+
+
+def _resized(head: LossHead, before: int, after: int) -> LossHead:
+    """The head of one of `before` parts of a batch as one of `after`. Where it can be cut, chunks of a part are finer chunks."""
+    rows, peaks = -(-head.rows * before // after), [(n, -(-size * before // after)) for n, size in head.peaks]
+    if after > before and not head.whole:
+        peaks = [(n, head.peak_bytes(max(1, n * after // before))) for n, _ in head.peaks]
+    return replace(head, rows=rows, peaks=tuple(peaks))
 
 
 def aligned(numel: int, unit: int = ALIGN) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import Op, OpKind
+from slidedp.compiler.ops import Op, OpKind, in_lane
 from slidedp.compiler.strict import as_float, as_int, as_list, as_mapping, as_str, check_keys, content_hash
 
 MEASURED = "measured"
@@ -68,11 +68,12 @@ class MeasuredCosts:
 
     measurement: Measurement
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Stage -> kind_key."""
+    """Stage (``L03.s1``: of a micro-batch) -> kind_key."""
 
     @staticmethod
     def of(measurement: Measurement, layers: LayerGraph) -> MeasuredCosts:
-        return MeasuredCosts(measurement, {s.name: s.kind_key for s in layers.stages})
+        lanes = enumerate(layers.each_lane)
+        return MeasuredCosts(measurement, {in_lane(s.name, k, layers.num_lanes): s.kind_key for k, lane in lanes for s in lane})
 
     def phase(self, stage: str, phase: OpKind, act: Activation = Activation.RECOMPUTE) -> PhaseCost | None:
         """What was measured of `stage`, if anything was."""
@@ -83,7 +84,7 @@ class MeasuredCosts:
         return {(p.kind_key, p.phase, p.act): p for p in self.measurement.phases}
 
     def duration_us(self, op: Op) -> int | None:
-        cost = self.phase(op.layer, op.kind) if op.kind in PHASES else None
+        cost = self.phase(op.stage, op.kind) if op.kind in PHASES else None
         return None if cost is None else cost.duration_us
 
     def content_hash(self) -> str:

@@ -6,12 +6,22 @@ The sizes of slots are computed here for the passes too, so that what is planned
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from slidedp.compiler.decisions import Activation, Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, aligned, cut_chunks
+from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, StageKind, aligned, cut_chunks
 from slidedp.compiler.moments import peak_moment
-from slidedp.compiler.ops import Slot
-from slidedp.compiler.residency import held_groups, is_resident, resident_groups, state_bytes, waits_in_hbm, windowed_groups
+from slidedp.compiler.ops import Slot, in_lane
+from slidedp.compiler.residency import (
+    STATE_BYTES,
+    held_groups,
+    is_resident,
+    resident_groups,
+    speculates,
+    state_bytes,
+    waits_in_hbm,
+    windowed_groups,
+)
 from slidedp.compiler.units import format_bytes
 
 
@@ -96,6 +106,36 @@ def waiting_bytes(graph: LayerGraph, decisions: Decisions, group: Group) -> int:
     return len(chunks) * graph.grad_itemsize * max(hi - lo for lo, hi in chunks) // graph.world_size
 
 
+def candidate_bytes(graph: LayerGraph, decisions: Decisions, group: Group) -> int:
+    """Host memory of a second master, second moments and a second shadow, for a group whose updates speculate."""
+    if not speculates(decisions, group):
+        return 0
+    shadow = graph.compute_itemsize if decisions.of(group.name).source is Source.SHADOW else 0
+    return (STATE_BYTES + shadow) * group.numel
+
+
+def sums_apart(graph: LayerGraph) -> bool:
+    """True if gradients are summed over the step's micro-batches in FP32 buffers of their own, and then rounded once."""
+    return graph.num_lanes > 1 and graph.grad_dtype != "float32"
+
+
+def sum_places(graph: LayerGraph) -> dict[str, str]:
+    """Value -> place of every ``A.<stage>.<group>``: a stage's groups side by side, the largest first."""
+    return {f"A.{s.name}.{g.name}": f"sum.{i}" for s in graph.stages for i, g in enumerate(_trained_in(graph, s))}
+
+
+def sum_slots(graph: LayerGraph) -> tuple[Slot, ...]:
+    """FP32 buffers for one stage's gradients at a time."""
+    if not sums_apart(graph):
+        return ()
+    sizes = [[4 * g.num_trainable for g in _trained_in(graph, s)] for s in graph.stages]
+    return tuple(Slot(f"sum.{i}", 1, max(each)) for i, each in enumerate(zip_longest(*sizes, fillvalue=0)))
+
+
+def _trained_in(graph: LayerGraph, stage: Stage) -> list[Group]:
+    return sorted((g for g in graph.groups if g.trainable and stage.name in g.uses), key=lambda g: -g.num_trainable)
+
+
 def update_workspace_bytes(graph: LayerGraph, decisions: Decisions) -> int:
     """An FP32 copy of the gradients that are updated in HBM at a time, where they are not FP32 already."""
     return 0 if graph.grad_dtype == "float32" else 4 * largest_update(graph, decisions)
@@ -116,6 +156,7 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
         "gradient slots": decisions.grad_slots * grad * max((g.num_trainable for g in own), default=0),
         "held weights": sum(weight * g.numel for g in held),
         "held gradients": sum(grad * g.num_trainable for g in shared),
+        "gradient sums": sum(slot.bytes for slot in sum_slots(graph)),
         "waiting gradients": sum(waiting_bytes(graph, decisions, g) for g in graph.groups),
         "resident state": sum(state_bytes(g, graph.world_size) for g in resident),
         "update workspace": update_workspace_bytes(graph, decisions),
@@ -123,22 +164,50 @@ def _hbm(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     }
 
 
-def movers(graph: LayerGraph, decisions: Decisions) -> dict[str, tuple[list[Stage], list[Stage]]]:
-    """By head of the value (``act``, ``h``), the layers whose value goes to the host, and those for which that would be
-    too late: the last :func:`num_places` of them, whose places nobody needs before their backward.
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """A layer's activations (``act``) or boundary (``h``), as one micro-batch has them, which go to the host and back."""
+
+    head: str
+    stage: Stage
+    lane: int
+    num_lanes: int
+
+    @property
+    def name(self) -> str:
+        """Of the layer and the lane: ``L03``, or ``L03.s1``."""
+        return in_lane(self.stage.name, self.lane, self.num_lanes)
+
+    @property
+    def num_bytes(self) -> int:
+        return moved_bytes(self.stage, self.head)
+
+
+def movers(graph: LayerGraph, decisions: Decisions) -> dict[str, tuple[list[Mover], list[Mover]]]:
+    """By head of the value, those that go to the host, and those for which that would be too late: the last
+    :func:`num_places` of them, whose places nobody needs before their backward. In the order of the forward.
     """
-    acts = [s for s in graph.layers if decisions.activation(s) is Activation.OFFLOAD]
-    boundaries = [s for s in graph.layers if decisions.moves_boundary(s)]
+    acts = [i for i, s in enumerate(graph.stages)
+            if s.kind is StageKind.LAYER and decisions.activation(s) is Activation.OFFLOAD]
+    boundaries = [i for i, s in enumerate(graph.stages) if decisions.moves_boundary(s)]
     out = {}
     for head, stages in (("act", acts), ("h", boundaries)):
         if stages:
-            n = num_places(decisions, head)
-            out[head] = stages[:-n], stages[-n:]
+            n = num_places(graph, decisions, head)
+            values = [Mover(head, lane[i], k, graph.num_lanes) for i in stages for k, lane in enumerate(graph.each_lane)]
+            out[head] = values[:-n], values[-n:]
     return out
 
 
-def num_places(decisions: Decisions, head: str) -> int:
-    """Places of the window out, and of the window back. A forward reads a boundary and makes the next: that takes two."""
+def num_places(graph: LayerGraph, decisions: Decisions, head: str) -> int:
+    """Places of the window out. A forward reads a boundary and makes the next, while those of the other micro-batches wait for
+    their turn: that takes one more than there are micro-batches.
+    """
+    return decisions.act_slots if head == "act" else max(decisions.act_slots, graph.num_lanes + 1)
+
+
+def num_places_back(decisions: Decisions, head: str) -> int:
+    """Places of the window back."""
     return decisions.act_slots if head == "act" else max(decisions.act_slots, 2)
 
 
@@ -150,12 +219,12 @@ def activation_slots(graph: LayerGraph, decisions: Decisions) -> tuple[Slot, ...
     """Places of what :func:`movers` move: the window out and the window back in HBM, and each value's own host memory."""
     slots: list[Slot] = []
     for head, (leaving, staying) in movers(graph, decisions).items():
-        count = min(num_places(decisions, head), len(leaving) + len(staying))
-        slots.append(Slot(head, count, max(moved_bytes(s, head) for s in (*leaving, *staying)), "allocator"))
+        n = num_places(graph, decisions, head)
+        slots.append(Slot(head, min(n, len(leaving) + len(staying)), max(m.num_bytes for m in (*leaving, *staying)), "allocator"))
         if leaving:
-            largest = max(moved_bytes(s, head) for s in leaving)
-            slots.append(Slot(f"back.{head}", min(num_places(decisions, head), len(leaving)), largest))
-        slots += [Slot(f"off.{head}.{s.name}", 1, moved_bytes(s, head), "pinned") for s in leaving]
+            num_back = min(num_places_back(decisions, head), len(leaving))
+            slots.append(Slot(f"back.{head}", num_back, max(m.num_bytes for m in leaving)))
+        slots += [Slot(f"off.{head}.{m.name}", 1, m.num_bytes, "pinned") for m in leaving]
     return tuple(slots)
 
 
@@ -167,6 +236,7 @@ def _host(graph: LayerGraph, decisions: Decisions) -> dict[str, int]:
     return {
         "master weights": sum(4 * g.numel for g in graph.groups),
         "moments": sum(8 * g.num_trainable for g in at_home),
+        "candidates": sum(candidate_bytes(graph, decisions, g) for g in graph.groups),
         "shadow": sum(graph.compute_itemsize * g.numel for g in shadowed),
         "gradients": sum(graph.grad_itemsize * g.num_trainable for g in at_home),
         "unreduced gradients": graph.world_size * sum(graph.grad_itemsize * g.num_trainable for g in on_host),

@@ -17,17 +17,17 @@ from functools import cached_property
 from itertools import accumulate
 
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.layergraph import LayerGraph, Stage, StageKind
+from slidedp.compiler.layergraph import LayerGraph, Stage
 from slidedp.compiler.memory import update_workspace_bytes
 from slidedp.compiler.moments import BOUNDARIES, HEAD, RETAINED, RUNNING, epilogue_bytes, kept_bytes
-from slidedp.compiler.ops import OpGraph, OpKind, Slot
+from slidedp.compiler.ops import OpGraph, OpKind, Slot, in_lane, split_lane
 from slidedp.compiler.simulate import Timeline
 from slidedp.compiler.unroll import Instance, num_measured_steps, phase, unroll
 
 SLOT_USES = {
     "w": "weight slots", "g": "gradient slots", "held": "held weights", "gheld": "held gradients", "state": "resident state",
-    "red": "reduce slots", "rheld": "waiting gradients", "act": "activations on their way", "h": "activations on their way",
-    "back": "activations on their way",
+    "red": "reduce slots", "rheld": "waiting gradients", "sum": "gradient sums",
+    "act": "activations on their way", "h": "activations on their way", "back": "activations on their way",
 }  # fmt: skip
 """Use, as in a MemoryReport, by the first part of a slot's name; any other slot is a use of its own, by its name."""
 
@@ -157,37 +157,45 @@ def activation_lives(layers: LayerGraph, decisions: Decisions, graph: OpGraph) -
     accesses: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for op in graph.ops:
         for ref in (*op.reads, *op.writes):
-            if ref.value.partition(".")[2] in layers.stage_by_name and not ref.place:
+            if split_lane(ref.value.partition(".")[2])[0] in layers.stage_by_name and not ref.place:
                 accesses[ref.value][ref.version].append(op.name)
-    for stage in layers.stages:
-        backward = [op.name for op in graph.ops if op.kind is OpKind.BACKWARD and op.layer == stage.name]
-        yield from kept_lives(stage, decisions, graph, accesses, backward)
-        boundary = list(accesses[f"h.{stage.name}"].values())
-        for ops in boundary[:-1]:  # it leaves the device and comes back as a later version
-            yield Life(BOUNDARIES, stage.boundary_bytes, tuple(ops))
-        gradient = accesses[f"d.{stage.name}"][0]
-        if boundary:
-            yield Life(BOUNDARIES, stage.boundary_bytes, (*boundary[-1], *backward, *gradient))
-        elif gradient:  # of a boundary that has places of its own
-            yield Life(BOUNDARIES, stage.boundary_bytes, tuple(gradient))
+    for lane, stages in enumerate(layers.each_lane):
+        for stage in stages:
+            name = in_lane(stage.name, lane, layers.num_lanes)
+            backward = [f"bwd.{name}"] * (f"bwd.{name}" in graph.index)
+            yield from kept_lives(stage, name, decisions, graph, accesses, backward)
+            boundary = list(accesses[f"h.{name}"].values())
+            for ops in boundary[:-1]:  # it leaves the device and comes back as a later version
+                yield Life(BOUNDARIES, stage.boundary_bytes, tuple(ops))
+            gradient = accesses[f"d.{name}"][0]
+            if boundary:
+                yield Life(BOUNDARIES, stage.boundary_bytes, (*boundary[-1], *backward, *gradient))
+            elif gradient:  # of a boundary that has places of its own
+                yield Life(BOUNDARIES, stage.boundary_bytes, tuple(gradient))
+    yield from end_lives(layers, decisions, graph)
+
+
+def end_lives(layers: LayerGraph, decisions: Decisions, graph: OpGraph) -> Iterator[Life]:
+    """What head and loss, and the prologue's backward, need while they run."""
     for op in graph.ops:
-        at = layers.stage_by_name.get(op.layer)
+        prologue, *_, epilogue = layers.each_lane[op.lane if op.lane < layers.num_lanes else 0]
         if op.kind is OpKind.EPILOGUE:
-            saved, measured = epilogue_bytes(layers, decisions)
+            saved, measured = epilogue_bytes(epilogue, decisions)
             yield Life(RUNNING, saved, (op.name,))
             yield Life(HEAD, measured, (op.name,))
-        elif op.kind is OpKind.BACKWARD and at is not None and at.kind is StageKind.PROLOGUE:
-            yield Life(RUNNING, at.activation_bytes, (op.name,))
+        elif op.kind is OpKind.BACKWARD and op.layer == prologue.name:
+            yield Life(RUNNING, prologue.activation_bytes, (op.name,))
 
 
 def kept_lives(
-    stage: Stage, decisions: Decisions, graph: OpGraph, accesses: Mapping[str, Mapping[int, list[str]]], backward: list[str]
-) -> Iterator[Life]:
-    """What the layer's forward leaves for its backward, and what its recompute adds to that."""
-    for ops in accesses.get(f"act.{stage.name}", {}).values():
+    stage: Stage, name: str, decisions: Decisions, graph: OpGraph, accesses: Mapping[str, Mapping[int, list[str]]],
+    backward: list[str],
+) -> Iterator[Life]:  # fmt: skip
+    """What the layer's forward leaves for its backward, and what its recompute adds to that. `name`: with the lane."""
+    for ops in accesses.get(f"act.{name}", {}).values():
         from_forward = any(graph[name].kind is OpKind.FORWARD for name in ops)
-        selected = f"sel.{stage.name}" in accesses
+        selected = f"sel.{name}" in accesses
         added = stage.activation_bytes - (kept_bytes(stage, decisions) if selected else 0)
         yield Life(RETAINED if from_forward else RUNNING, added, tuple(ops))
         if selected:
-            yield Life(RETAINED, kept_bytes(stage, decisions), (*accesses[f"sel.{stage.name}"][0], *backward))
+            yield Life(RETAINED, kept_bytes(stage, decisions), (*accesses[f"sel.{name}"][0], *backward))

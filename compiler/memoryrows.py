@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from slidedp.compiler.choices import Choices, Family, Values
 from slidedp.compiler.decisions import Activation, Decisions
 from slidedp.compiler.eventgraph import Linear
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage
-from slidedp.compiler.memory import MemoryReport, group_memory, moved_bytes, num_places
+from slidedp.compiler.memory import MemoryReport, group_memory, moved_bytes, num_places, num_places_back
 from slidedp.compiler.moments import epilogue_bytes, kept_bytes
 
 SHARED_BUFFERS = {"weight slots": "weights", "cast staging": "weights", "reduce slots": "gradients", "update workspace": "state"}
 """Uses of memory that are as large as the largest group asks for, and the family whose choice says so."""
 
-CONSTANT = "gradient slots"
+CONSTANTS = ("gradient slots", "gradient sums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,9 @@ class _Alone:
 
         def summed(report: MemoryReport) -> int:
             uses: dict[str, int] = getattr(report, place)
-            return sum(size for use, size in uses.items() if use not in SHARED_BUFFERS and use != CONSTANT)
+            return sum(size for use, size in uses.items() if use not in SHARED_BUFFERS and use not in CONSTANTS)
 
-        total = Linear(summed(self.base) + getattr(self.base, place).get(CONSTANT, 0))
+        total = Linear(summed(self.base) + sum(getattr(self.base, place).get(use, 0) for use in CONSTANTS))
         for i, family in self.own.values():
             sums = [summed(self.report(self.layers.group(family.group), option)) for option in family.options]
             if len(set(sums)) > 1:
@@ -129,33 +128,53 @@ class _Stages:
     def peaks(self) -> tuple[Linear, ...]:
         """The moments: what earlier layers keep and their boundaries, and what the stage at work adds."""
         layers, below, out = self.layers, Linear(0), []
-        stages = layers.stages[1:]
-        for s, after in pairwise(stages):
+        for i, s in list(enumerate(layers.stages))[1:-1]:
+            out += [below + self.running(i, k) for k in self.unlike_lanes]
             _, decided = self.options[s.name]
-            running = [0 if d.activation(s) is Activation.OFFLOAD else s.activation_bytes for d in decided]
-            out.append(below + self.linear(s, running) + s.boundary_bytes + after.boundary_bytes)
-            below = below + self.linear(s, [kept_bytes(s, d) + s.boundary_bytes * (not d.moves_boundary(s)) for d in decided])
-        out.append(below + stages[-1].boundary_bytes + sum(epilogue_bytes(layers, self.defaults)))
+            below = below + self.linear(s, [sum(self.left_by(lane[i], d) for lane in layers.each_lane) for d in decided])
+        ends = [sum(epilogue_bytes(lane[-1], self.defaults)) for lane in layers.each_lane]
+        out.append(below + layers.stages[-1].boundary_bytes + max(ends))
         first = layers.stages[0]
-        if any(layers.group(name).trainable for name in first.groups):
-            out.append(Linear(stages[0].boundary_bytes + first.activation_bytes))
+        for k in self.unlike_lanes if any(layers.group(name).trainable for name in first.groups) else ():
+            lanes = layers.each_lane[k:]
+            out.append(Linear(sum(lane[1].boundary_bytes for lane in lanes) + lanes[0][0].activation_bytes))
         return tuple(dict.fromkeys(out))
 
+    @property
+    def unlike_lanes(self) -> list[int]:
+        """Micro-batches that may be at work at the peak: of equal ones, it is with the first or the last."""
+        lanes = self.layers.each_lane
+        return [k for k, lane in enumerate(lanes) if k in (0, len(lanes) - 1) or lane != lanes[0]]
+
+    @staticmethod
+    def left_by(stage: Stage, d: Decisions) -> int:
+        """What one micro-batch's forward of `stage` leaves for its backward."""
+        return kept_bytes(stage, d) + stage.boundary_bytes * (not d.moves_boundary(stage))
+
+    def running(self, i: int, k: int) -> Linear:
+        """Stage `i` of all micro-batches while it runs backward for number `k`: as :func:`~slidedp.compiler.moments.moments`."""
+        lanes = self.layers.each_lane
+        done, here, left = [lane[i] for lane in lanes[:k]], lanes[k][i], [lane[i] for lane in lanes[k + 1 :]]
+        gradients = sum(s.boundary_bytes for s in (*done, here)) + sum(lane[i + 1].boundary_bytes for lane in lanes[k:])
+        sizes = [here.activation_bytes * (d.activation(here) is not Activation.OFFLOAD) + sum(self.left_by(s, d) for s in left)
+                 for d in self.options[here.name][1]]
+        return self.linear(here, sizes) + gradients
+
     def moved(self, head: str) -> Iterator[tuple[Stage, list[int]]]:
-        """(layer, bytes that go to the host, an option) for each layer that may move its value."""
-        for s in self.layers.layers:
-            _, decided = self.options[s.name]
+        """(layer of a micro-batch, bytes that go to the host, an option) for each that may move its value, in forward order."""
+        for i, s in enumerate(self.layers.stages):
+            _, decided = self.options.get(s.name, (-1, ()))
             moves = [d.activation(s) is Activation.OFFLOAD if head == "act" else d.moves_boundary(s) for d in decided]
-            if any(moves):
-                yield s, [moved_bytes(s, head) * go for go in moves]
+            for lane in self.layers.each_lane if any(moves) else ():
+                yield lane[i], [moved_bytes(lane[i], head) * go for go in moves]
 
     def windows(self) -> tuple[tuple[Linear, ...], ...]:
         """Places out and back, if all layers go that may."""
         out = []
         for head in ("act", "h"):
             may = list(self.moved(head))
-            n = num_places(self.defaults, head)
-            places = min(n, len(may)) + min(n, max(len(may) - n, 0))
+            n = num_places(self.layers, self.defaults, head)
+            places = min(n, len(may)) + min(num_places_back(self.defaults, head), max(len(may) - n, 0))
             if may:
                 out.append((Linear(0), *dict.fromkeys(self.linear(s, [places * size for size in sizes]) for s, sizes in may)))
         return tuple(out)
@@ -164,6 +183,6 @@ class _Stages:
         """Host memory of what leaves: all but the last, for which it would be too late."""
         total = Linear(0)
         for head in ("act", "h"):
-            for s, sizes in list(self.moved(head))[: -num_places(self.defaults, head)]:
+            for s, sizes in list(self.moved(head))[: -num_places(self.layers, self.defaults, head)]:
                 total = total + self.linear(s, [self.layers.world_size * size for size in sizes])
         return total

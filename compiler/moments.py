@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from slidedp.compiler.decisions import Activation, Decisions
 from slidedp.compiler.layergraph import LayerGraph, Stage, StageKind
@@ -24,7 +25,9 @@ SELECTED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes while `stage` runs: its backward, or the epilogue with the loss in it. Places of what is moved are not among them."""
+    """Bytes while `stage` runs for a micro-batch: its backward, or the epilogue with the loss in it. Places of what is moved are
+    not among them.
+    """
 
     stage: str
     boundaries: int
@@ -46,20 +49,27 @@ def peak_moment(layers: LayerGraph, decisions: Decisions) -> Moment:
 
 
 def moments(layers: LayerGraph, decisions: Decisions) -> Iterator[Moment]:
-    """The epilogue, and the backwards in order of time."""
-    stages = layers.stages[1:]
-    waiting = [s.boundary_bytes * (not decisions.moves_boundary(s)) for s in stages]
-    kept = [kept_bytes(s, decisions) for s in stages]
-    held, retained = sum(waiting), sum(kept)
-    yield Moment(stages[-1].name, held, retained, *epilogue_bytes(layers, decisions))
-    for i in reversed(range(len(stages) - 1)):
-        stage, after = stages[i], stages[i + 1]
-        boundaries = sum(waiting[: i + 1]) + after.boundary_bytes + stage.boundary_bytes - waiting[i]
-        moved = decisions.activation(stage) is Activation.OFFLOAD
-        yield Moment(stage.name, boundaries, sum(kept[: i + 1]), 0 if moved else stage.activation_bytes - kept[i])
+    """The epilogues, and the backwards in order of time: of each layer, those of all micro-batches in turn."""
+    lanes = [lane[1:] for lane in layers.each_lane]
+    moved = [decisions.moves_boundary(s) for s in layers.stages[1:]]
+    waiting = [[s.boundary_bytes * (not away) for s, away in zip(lane, moved, strict=True)] for lane in lanes]
+    kept = [[kept_bytes(s, decisions) for s in lane] for lane in lanes]
+    below = [0, *accumulate(map(sum, zip(*waiting, strict=True)))]  # of all lanes, of the stages before
+    retained = [0, *accumulate(map(sum, zip(*kept, strict=True)))]
+    for lane in lanes:
+        yield Moment(lane[-1].name, below[-1], retained[-1], *epilogue_bytes(lane[-1], decisions))
+    for i in reversed(range(len(moved) - 1)):
+        offloads = decisions.activation(layers.stages[1:][i]) is Activation.OFFLOAD
+        for k, lane in enumerate(lanes):
+            # Lanes before this one have made the gradient of their inputs; it and those after it still have that of the outputs.
+            inputs = sum(done[i].boundary_bytes for done in lanes[: k + 1]) + sum(w[i] for w in waiting[k + 1 :])
+            outputs = sum(left[i + 1].boundary_bytes for left in lanes[k:])
+            running = 0 if offloads else lane[i].activation_bytes - kept[k][i]
+            yield Moment(lane[i].name, below[i] + inputs + outputs, retained[i] + sum(own[i] for own in kept[k:]), running)
     first = layers.stages[0]
     if any(layers.group(name).trainable for name in first.groups):
-        yield Moment(first.name, stages[0].boundary_bytes, 0, first.activation_bytes)
+        for k, lane in enumerate(layers.each_lane):
+            yield Moment(first.name, sum(left[0].boundary_bytes for left in lanes[k:]), 0, lane[0].activation_bytes)
 
 
 def kept_bytes(stage: Stage, decisions: Decisions) -> int:
@@ -75,7 +85,7 @@ def kept_bytes(stage: Stage, decisions: Decisions) -> int:
             return 0
 
 
-def epilogue_bytes(layers: LayerGraph, decisions: Decisions) -> tuple[int, int]:
+def epilogue_bytes(epilogue: Stage, decisions: Decisions) -> tuple[int, int]:
     """What the last stage holds while it runs: by what autograd saves, or, where it was measured, by that."""
-    head = layers.head
-    return (0, head.peak_bytes(decisions.head_chunks)) if head else (layers.stages[-1].activation_bytes, 0)
+    head = epilogue.head
+    return (0, head.peak_bytes(decisions.head_chunks)) if head else (epilogue.activation_bytes, 0)

@@ -18,10 +18,13 @@ Values and the places they live in:
                         made by an update in HBM. Versions as `P`
 ``G.<group>``           this rank's gradient, flat, in gradient slot ``g[k]`` or in ``gheld.<group>``; ``@1``, ``@2``… as
                         several stages of the step accumulate into it
+``A.<stage>.<group>``   FP32 sum of the stage's gradients over the micro-batches so far, in ``sum.<k>``; the last makes it `G`
 ``R.<group>``           reduced shard of a gradient chunk, on the device, in ``red[k]``
 ``Q.<group>``           this rank's unreduced gradient in host memory (reduction route `cpu`)
 ``H.<group>``           reduced gradient in shared host memory, what the update reads. These three have an ``@1`` where a part of
                         the gradient goes home before all of it (:mod:`slidedp.passes.rows`)
+``C.<group>``           candidate: the next `P` and `S` if gradients need no clipping, shared host memory. The buffers of `P`, `S`
+                        and `C` are the same two in turn, but what reads and overwrites them is ordered by these names alone
 ``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
 ``act.<stage>``         what autograd saved for the stage's backward, kept by the forward or filled in by the recompute
 ``sel.<stage>``         results of some of a layer's operations, for its recompute
@@ -33,6 +36,9 @@ Values and the places they live in:
 ``norm.<group>``        norms of a gradient's parts; ``norms`` all of them, on the host; ``norm`` this rank's sum of their
                         squares, in shared memory; ``clip`` the factor for all gradients, or that there is no update
 ======================  =========================================================================================
+
+A step of several micro-batches has one op and one value of each for each: ``fwd.L03.s1`` makes ``h.L04.s1``. They share weights
+and gradients, and all of a layer's stand between its delivery and the release of its slot.
 
 Source: DESIGN §4; the SSA values with explicit places follow MLIR's and tinygrad's habit of an IR that is data.
 """
@@ -61,6 +67,7 @@ class OpKind(StrEnum):
     HOST_REDUCE = "host_reduce"
     CPU_UPDATE = "cpu_update"
     GPU_UPDATE = "gpu_update"
+    SETTLE = "settle"
     ACT_OFFLOAD = "act_offload"
     ACT_RELOAD = "act_reload"
     PROLOGUE = "prologue"
@@ -148,9 +155,9 @@ class Ref:
     def group(self) -> str:
         """The group of a per-group value, else ''."""
         head, _, rest = self.value.partition(".")
-        if head in ("P", "S", "G", "R", "Q", "H"):
+        if head in ("P", "S", "G", "R", "Q", "H", "C"):
             return rest
-        return rest.partition(".")[2] if head in ("T", "W") else ""
+        return rest.partition(".")[2] if head in ("T", "W", "A") else ""
 
     @property
     def persistent(self) -> bool:
@@ -173,7 +180,7 @@ class Ref:
     @property
     def shared(self) -> bool:
         """True if there is one instance a host, each rank writing its own part; else every rank has its own."""
-        return self.value[:2] in ("P.", "S.", "H.")
+        return self.value[:2] in ("P.", "S.", "H.", "C.")
 
     def ranges(self, group: Group | None, world_size: int, rank: int) -> tuple[tuple[int, int], ...]:
         """The `[lo, hi)` element ranges that `rank` touches. A value without a group is one unit, ``(0, 1)``."""
@@ -206,6 +213,27 @@ class Op:
     bytes: int = 0
     flops: int = 0
     deadline: int = 0
+
+    @property
+    def lane(self) -> int:
+        """The micro-batch that a compute op is for, or a move of its values."""
+        return split_lane(self.name)[1]
+
+    @property
+    def stage(self) -> str:
+        """Of a compute op: its layer, with the lane if the step has several."""
+        return self.layer + self.name[len(split_lane(self.name)[0]) :]
+
+
+def in_lane(name: str, lane: int, num_lanes: int) -> str:
+    """Name of the op or value of one micro-batch: as it is where there is only one."""
+    return f"{name}.s{lane}" if num_lanes > 1 else name
+
+
+def split_lane(name: str) -> tuple[str, int]:
+    """The inverse of :func:`in_lane`."""
+    rest, _, last = name.rpartition(".s")
+    return (rest, int(last)) if last.isdecimal() and rest else (name, 0)
 
 
 class Reason(StrEnum):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class AdamW:
     """AdamW with decoupled weight decay, as ``torch.optim.AdamW`` defines it (Loshchilov & Hutter 2019).
 
-    `no_decay`: parameters whose dotted name contains one of these (in any case) get no weight decay; ``()`` for none.
+    `no_decay`: parameters whose dotted name contains one of these (in any case) get no weight decay; ``()`` for none. A name's
+    beginning is ``^`` and its end ``$``: "bias$" is any name that ends so, "^lm_head.bias$" that one alone.
     Raises ValueError naming the field.
     """
 
@@ -36,7 +37,7 @@ class AdamW:
 
     def decays(self, name: str) -> bool:
         """True if the parameter of this dotted name gets weight decay."""
-        lowered = name.lower()
+        lowered = f"^{name.lower()}$"
         return not any(pattern.lower() in lowered for pattern in self.no_decay)
 
 

@@ -13,11 +13,19 @@ from typing import Any, TypeVar
 
 from slidedp.compiler.costrecord import CostRecord, read_costs
 from slidedp.compiler.costs import ResolvedCosts
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import ITEMSIZE, LayerGraph
+from slidedp.compiler.layergraph import ITEMSIZE, LayerGraph, recut
 from slidedp.compiler.ops import OpGraph
-from slidedp.compiler.planyaml import plan_values, read_decisions, read_layers, to_text, write_decisions, write_layers
+from slidedp.compiler.planyaml import (
+    plan_values,
+    read_decisions,
+    read_lanes,
+    read_layers,
+    to_text,
+    write_decisions,
+    write_layers,
+)
 from slidedp.compiler.policy import PLAN_KEYS
 from slidedp.compiler.strict import as_float, as_int, as_mapping, as_str, check_keys, content_hash, parse_yaml, read_text
 
@@ -205,7 +213,9 @@ def params_hash(layers: LayerGraph) -> str:
 
 
 def decisions_hash(decisions: Decisions) -> str:
-    return content_hash([{name: asdict(d) for name, d in decisions.groups.items()}, list(plan_values(decisions).values())])
+    groups = {name: {k: v for k, v in asdict(d).items() if (k, v) != ("update", Update.DEFERRED)}  # as before there was a choice
+              for name, d in decisions.groups.items()}
+    return content_hash([groups, list(plan_values(decisions).values())])
 
 
 def ops_hash(ops: OpGraph) -> str:
@@ -246,17 +256,19 @@ def _from_content(content: object, where: str) -> PlanFile:
         raise ValueError(f"{where}: format: {top['format']!r} is not one that this version reads ({FORMAT}); plan anew")
     check_keys(top, (*KEYS, *OPTIONAL_KEYS), where, required=KEYS)
     model = as_mapping(top["model"], f"{where}: model")
-    check_keys(model, ("name", "hash", "params_hash", "stages", "groups"), f"{where}: model")
+    keys = ("name", "hash", "params_hash", "stages", "groups")
+    check_keys(model, (*keys, "lanes"), f"{where}: model", required=keys)
     layers = _read_graph(top, model, where)
+    decisions = read_decisions(top, where, layers)
     ops = as_mapping(top["ops"], f"{where}: ops")
     check_keys(ops, ("hash", "decisions_hash"), f"{where}: ops")
     return PlanFile(
         slidedp=as_str(top["slidedp"], f"{where}: slidedp"),
-        layers=layers,
+        layers=recut(layers, decisions.slices),  # other ones than planned, if it was edited
         hardware=_record(Identity, top["hardware"], f"{where}: hardware"),
         cost_model=_record(Identity, top["cost_model"], f"{where}: cost_model"),
         budgets=_record(Budgets, top["budgets"], f"{where}: budgets"),
-        decisions=read_decisions(top, where, layers),
+        decisions=decisions,
         predictions=_record(Predictions, top["predictions"], f"{where}: predictions"),
         ops_hash=as_str(ops["hash"], f"{where}: ops: hash"),
         decisions_hash=as_str(ops["decisions_hash"], f"{where}: ops: decisions_hash"),
@@ -275,7 +287,8 @@ def _read_graph(top: Mapping[str, Any], model: Mapping[str, Any], where: str) ->
     world_size = as_int(top["world_size"], f"{where}: world_size", 1)
     stages, groups = read_layers(model, world_size, f"{where}: model")
     name = as_str(model["name"], f"{where}: model: name")
-    layers = LayerGraph(stages, groups, world_size, top["compute_dtype"], top["grad_dtype"], name)
+    lanes, slices = read_lanes(model, stages, f"{where}: model")
+    layers = LayerGraph(stages, groups, world_size, top["compute_dtype"], top["grad_dtype"], name, lanes, slices)
     if model["hash"] != model_hash(layers):
         raise ValueError(f"{where}: model: hash: {model['hash']!r} is not that of the layer table ({model_hash(layers)}): the "
                          "table was edited; plan anew")

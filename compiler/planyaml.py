@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 import yaml
@@ -20,8 +21,9 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
 OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST,
-           "update": Update.IN_BACKWARD, "rows": Rows.WHOLE}
-"""Fields of decisions that are written only where they say otherwise."""
+           "update": Update.DEFERRED, "rows": Rows.WHOLE}
+OMITTED_OF_PLAN = {"update": Update.IN_BACKWARD, "slices": 1}
+"""Fields of groups, and of the plan, that are written only where they say otherwise."""
 
 
 def is_plan(content: object) -> bool:
@@ -44,7 +46,7 @@ def write_decisions(decisions: Decisions) -> dict[str, Any]:
 
 def plan_values(decisions: Decisions) -> dict[str, Any]:
     """The plan-level decisions that are written: all but those left at what goes without saying."""
-    return {key: v for key in PLAN_KEYS if OMITTED.get(key) != (v := getattr(decisions, key))}
+    return {key: v for key in PLAN_KEYS if OMITTED_OF_PLAN.get(key) != (v := getattr(decisions, key))}
 
 
 def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> Decisions:
@@ -65,24 +67,31 @@ def read_decisions(top: Mapping[str, Any], where: str, layers: LayerGraph) -> De
     if missing:
         raise ValueError(f"{at}: {runs(missing)[0][0]} is not decided: ranges leave a gap")
     plan = as_mapping(top["plan"], f"{where}: plan")
-    check_keys(plan, PLAN_KEYS, f"{where}: plan", required=[key for key in PLAN_KEYS if key not in OMITTED])
+    check_keys(plan, PLAN_KEYS, f"{where}: plan", required=[key for key in PLAN_KEYS if key not in OMITTED_OF_PLAN])
     return Decisions({g.name: groups[g.name] for g in layers.groups}, **plan_fields(plan, f"{where}: plan"))
 
 
 def write_layers(layers: LayerGraph) -> dict[str, Any]:
-    """The compact layer table."""
-    stages = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
+    """The compact layer table. `lanes`: the stages of each micro-batch, where they are not those of the step."""
+    groups = [{"name": g.name, "numel": g.numel, "num_trainable": g.num_trainable, "uses": list(g.uses)} for g in layers.groups]
+    table: dict[str, Any] = {"stages": _write_stages(layers.stages), "groups": _compact(groups)}
+    if layers.num_lanes > 1 or layers.slices > 1:
+        each = [{"count": len(list(same)), "stages": _write_stages(lane)} for lane, same in groupby(layers.lanes)]
+        table["lanes"] = {"slices": layers.slices, "each": each}
+    return table
+
+
+def _write_stages(stages: tuple[Stage, ...]) -> list[dict[str, Any]]:
+    rows = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
                "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head),
                **({"lookups": [asdict(x) | {"keys": list(x.keys)} for x in s.lookups]} if s.lookups else {})}
-              for s in layers.stages]
-    groups = [{"name": g.name, "numel": g.numel, "num_trainable": g.num_trainable, "uses": list(g.uses)} for g in layers.groups]
-    return {"stages": _compact(stages), "groups": _compact(groups)}
+              for s in stages]
+    return _compact(rows)
 
 
 def read_layers(table: Mapping[str, Any], world_size: int, where: str) -> tuple[tuple[Stage, ...], tuple[Group, ...]]:
     """The inverse of :func:`write_layers`."""
-    rows = _expanded(table["stages"], STAGE_KEYS, f"{where}: stages", optional=("lookups",))
-    stages = tuple(_stage(row, f"{where}: stages") for row in rows)
+    stages = _read_stages(table["stages"], f"{where}: stages")
     rows = _expanded(table["groups"], GROUP_KEYS, f"{where}: groups")
     groups = tuple(_group(row, world_size, f"{where}: groups") for row in rows)
     stage_names, group_names = {s.name for s in stages}, {g.name for g in groups}
@@ -98,6 +107,30 @@ def read_layers(table: Mapping[str, Any], world_size: int, where: str) -> tuple[
     if len(kinds) < 2 or kinds != [StageKind.PROLOGUE, *[StageKind.LAYER] * (len(kinds) - 2), StageKind.EPILOGUE]:
         raise ValueError(f"{where}: stages: expected a prologue, layers and an epilogue, in this order")
     return stages, groups
+
+
+def read_lanes(table: Mapping[str, Any], stages: tuple[Stage, ...], where: str) -> tuple[tuple[tuple[Stage, ...], ...], int]:
+    """What :func:`write_layers` has written of micro-batches: each one's stages, and the slices that they were made with."""
+    if "lanes" not in table:
+        return (), 1
+    at = f"{where}: lanes"
+    top = as_mapping(table["lanes"], at)
+    check_keys(top, ("slices", "each"), at)
+    lanes: list[tuple[Stage, ...]] = []
+    for entry in as_list(top["each"], f"{at}: each"):
+        row = as_mapping(entry, f"{at}: each")
+        check_keys(row, ("count", "stages"), f"{at}: each")
+        lane = _read_stages(row["stages"], f"{at}: each: stages")
+        if [(s.name, s.kind, s.groups) for s in lane] != [(s.name, s.kind, s.groups) for s in stages]:
+            raise ValueError(f"{at}: each: stages: names, kinds and groups must be those of the step's stages")
+        lanes += [lane] * as_int(row["count"], f"{at}: each: count", 1)
+    if len(lanes) == 1:
+        raise ValueError(f"{at}: each: one micro-batch is the step's own: its stages stand under stages")
+    return tuple(lanes), as_int(top["slices"], f"{at}: slices", 1)
+
+
+def _read_stages(rows: object, where: str) -> tuple[Stage, ...]:
+    return tuple(_stage(row, where) for row in _expanded(rows, STAGE_KEYS, where, optional=("lookups",)))
 
 
 def _stage(row: dict[str, Any], where: str) -> Stage:

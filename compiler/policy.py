@@ -1,9 +1,10 @@
 """Choices the user pins: a mapping (or the ``--fix`` strings of the command line) laid over the decisions of the rule.
 
-    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, and
-                                   update: in_backward or deferred
+    window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, slices, and
+                                   update: in_backward, deferred, or speculative (deferred, and speculative of every group)
     source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
     chunks: 4                      weights, state, rows, and chunks, which is both delivery_chunks and return_chunks
+                                   (and `update` of layers: deferred or speculative, if the plan's is not in_backward)
     layers:
       "*": {delivery: sharded}     every group, then, in the order written, one or several of them:
       L00-L05: {chunks: 1}
@@ -40,7 +41,7 @@ CHOICES: dict[str, type[StrEnum]] = {
 }  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")
-PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots", "update")
+PLAN_KEYS = ("window", "grad_slots", "staging_slots", "reduce_slots", "head_chunks", "act_slots", "update", "slices")
 
 
 def apply_policy(
@@ -54,7 +55,9 @@ def apply_policy(
         return defaults
     policy = as_mapping(policy, where)
     check_keys(policy, (*PLAN_KEYS, *GROUP_KEYS, "layers"), where, required=())
-    everywhere = group_fields({k: v for k, v in policy.items() if k in GROUP_KEYS}, where)
+    everywhere = group_fields({k: v for k, v in policy.items() if k in GROUP_KEYS and k not in PLAN_KEYS}, where)
+    if (update := policy.get("update", Update.IN_BACKWARD)) != Update.IN_BACKWARD:
+        everywhere |= group_fields({"update": update}, where)
     groups = {name: replace(d, **everywhere) for name, d in defaults.groups.items()}
     layers = as_mapping(policy.get("layers") or {}, f"{where}: layers")
     for pattern in sorted(layers, key=lambda p: p != "*"):  # stable: '*' first, the rest as written
@@ -62,7 +65,10 @@ def apply_policy(
         pinned = group_fields(as_mapping(layers[pattern], at), at)
         for name in match_groups(pattern, layer_graph, at):
             groups[name] = replace(groups[name], **pinned)
-    return replace(defaults, groups=groups, **plan_fields({k: v for k, v in policy.items() if k in PLAN_KEYS}, where))
+    plan = plan_fields({k: v for k, v in policy.items() if k in PLAN_KEYS}, where)
+    if plan.get("update") is Update.SPECULATIVE:
+        plan["update"] = Update.DEFERRED
+    return replace(defaults, groups=groups, **plan)
 
 
 def parse_fixes(fixes: Iterable[str]) -> dict[str, Any]:
@@ -100,6 +106,8 @@ def group_fields(pins: Mapping[str, Any], where: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in {**chunks, **{k: v for k, v in pins.items() if k != "chunks"}}.items():
         out[key] = field_value(key, value, where)
+        if out[key] is Update.IN_BACKWARD:
+            raise ValueError(f"{where}: update: in_backward is for the whole plan; allowed here: deferred, speculative")
     return out
 
 

@@ -1,4 +1,4 @@
-"""What stays in HBM beyond the window of weight slots: weights held through a step, and optimizer state that lives there.
+"""Where a group's weights and state are: held in HBM beyond the window of weight slots, living there, or twice on the host.
 
 Asked by memory.py, the passes and the executor alike, so that a plan's sizes, ops and buffers agree.
 """
@@ -34,6 +34,25 @@ def held_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
 
 def resident_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
     return [g for g in layers.groups if is_resident(g, decisions.of(g.name))]
+
+
+def speculates(decisions: Decisions, group: Group) -> bool:
+    """True if the group's update is computed before the norm is known, into a second set of buffers on the host.
+
+    State in HBM is deferred: its update takes the GPU's time, not the host's. So are groups with frozen parameters, which
+    only one set of buffers holds.
+    """
+    decision = decisions.of(group.name)
+    wanted = decisions.update is Update.DEFERRED and decision.update is Update.SPECULATIVE
+    return wanted and can_speculate(group, decision)
+
+
+def can_speculate(group: Group, decision: GroupDecision) -> bool:
+    return group.trainable and group.num_trainable == group.numel and not is_resident(group, decision)
+
+
+def speculating_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
+    return [g for g in layers.groups if speculates(decisions, g)]
 
 
 def waits_in_hbm(decisions: Decisions, group: Group) -> bool:

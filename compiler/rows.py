@@ -45,7 +45,7 @@ def possible_split(layers: LayerGraph, group: Group) -> Split | None:
 
 def split_on_host(layers: LayerGraph, decisions: Decisions) -> dict[str, Split]:
     """How groups are split where their state is on the host, wherever that is: so decided, possible, updated in the backward."""
-    if decisions.update is not Update.IN_BACKWARD:
+    if decisions.update is not Update.IN_BACKWARD or layers.num_lanes > 1:
         return {}
     wanted = [g for g in layers.groups if decisions.of(g.name).rows is Rows.SPLIT]
     return {g.name: split for g in wanted if (split := possible_split(layers, g)) is not None}

@@ -29,7 +29,7 @@ import re
 from collections.abc import Iterable
 
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, OpKind, Reason, Ref, RowSet, Scope, Slot, Stream
+from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, OpKind, Reason, Ref, RowSet, Scope, Slot, Stream, split_lane
 from slidedp.compiler.units import format_bytes
 
 _NAME = r"[^\s,:@\[\]()#*=>]+"
@@ -60,8 +60,8 @@ class TextError(ValueError):
 
 
 def infer_layer(name: str) -> str:
-    """The layer an op's name ends in: ``L03`` of ``h2d.fwd.L03.c0``. Printed only where the op says otherwise."""
-    return _TAIL_CHUNK_RE.sub("", name).rpartition(".")[2]
+    """The layer an op's name ends in: ``L03`` of ``h2d.fwd.L03.c0``, ``fwd.L03.s1``. Printed only where the op says otherwise."""
+    return split_lane(_TAIL_CHUNK_RE.sub("", name))[0].rpartition(".")[2]
 
 
 def infer_chunk(reads: Iterable[Ref], writes: Iterable[Ref]) -> Chunk | None:

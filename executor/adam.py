@@ -26,9 +26,9 @@ from torch import Tensor
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.ops import RowSet
 from slidedp.compiler.optimizer import AdamW
-from slidedp.executor.host_state import HostState
+from slidedp.executor.host_state import GroupState, HostState
 from slidedp.executor.kernels import HostKernels, Kernel
-from slidedp.executor.native.build import DTYPE_CODES, PART, Recipe, Rows
+from slidedp.executor.native.build import DTYPE_CODES, PART, STATE, Recipe, Rows, What
 
 _LR_HISTORY = 8  # steps whose learning rates are remembered: more than can be in flight
 
@@ -79,10 +79,10 @@ class BoundUpdate:
     `handle`: the native object, which lives as long as this one; 0 for torch's kernel.
     """
 
-    __slots__ = ("__weakref__", "_steps", "group", "handle", "hi", "lo", "parts", "rows")
+    __slots__ = ("__weakref__", "_steps", "group", "handle", "hi", "lo", "parts", "rows", "what")
 
-    def __init__(self, group: str, lo: int, hi: int, steps: _GroupSteps, rows: RowSet) -> None:
-        self.group, self.lo, self.hi, self.rows, self.handle = group, lo, hi, rows, 0
+    def __init__(self, group: str, lo: int, hi: int, steps: _GroupSteps, what: What, rows: RowSet) -> None:
+        self.group, self.lo, self.hi, self.what, self.rows, self.handle = group, lo, hi, what, rows, 0
         self._steps = steps  # the native object writes its record
         self.parts = np.array([(i, a, b, steps.decay[i]) for i, a, b in zip(*steps.cut(lo, hi), strict=True)], dtype=PART)
 
@@ -116,7 +116,7 @@ class CpuAdam:
             params = tuple(p for p in g.params if p.trainable)
             decay = np.array([optimizer.decays(p.name) for p in params], dtype=bool)
             self._groups[g.name] = _GroupSteps(params, decay, np.array([-1] + len(params) * [0], dtype=np.int64))
-        self._bound: dict[tuple[str, int, int, RowSet, bool], BoundUpdate] = {}
+        self._bound: dict[tuple[str, int, int, What, RowSet, bool], BoundUpdate] = {}
 
     # ---- hyperparameters and counters -------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class CpuAdam:
 
     def update(
         self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None, scale: float = 1.0,
-        *, rows: RowSet = RowSet.ALL, no_gradient: bool = False,
+        *, what: What = What.UPDATE, rows: RowSet = RowSet.ALL, no_gradient: bool = False,
     ) -> None:
         """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
 
@@ -155,15 +155,21 @@ class CpuAdam:
         `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
         a gradient are left alone, moments and step count included. Padding is never touched.
         `scale`: an FP32 number that gradients are multiplied by; 1.0 changes no bit. `rows`, `no_gradient`: see :meth:`bind`.
+        `what`: SPECULATE writes the other side instead, and counts nothing; SETTLE, which may follow that, counts, and updates if
+        `scale` is not 1.0: else the other side is the state from here on.
         Raises NonFiniteGradient; the tile of 512 (native) or the range (torch) with the bad element is then unchanged.
         """
         if self.native:
             flags = None if present is None else self._flags(group, present)
-            handle = self.bind(group, lo, hi, rows, no_gradient=no_gradient).handle
+            handle = self.bind(group, lo, hi, what, rows, no_gradient=no_gradient).handle
             self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags, scale), step)
+        elif what is What.SPECULATE:
+            self._torch_apart(group, lo, hi, step, present)
         else:
             assert rows is RowSet.ALL, "torch's kernel updates whole chunks"
-            self._torch(group, *self.parts(group, lo, hi, step, present), step, scale)
+            parts = self.parts(group, lo, hi, step, present)
+            if what is What.UPDATE or scale != 1.0:
+                self._torch(group, *parts, step, scale)
 
     def _flags(self, group: str, present: np.ndarray | Sequence[bool]) -> np.ndarray:
         flags = np.array(present, dtype=bool)
@@ -188,16 +194,17 @@ class CpuAdam:
         """The same of all trainable parameters; counts nothing."""
         return self._groups[group], *self._groups[group].cut(lo, hi)
 
-    def bind(self, group: str, lo: int, hi: int, rows: RowSet = RowSet.ALL, *, no_gradient: bool = False) -> BoundUpdate:
+    def bind(self, group: str, lo: int, hi: int, what: What = What.UPDATE, rows: RowSet = RowSet.ALL, *,
+             no_gradient: bool = False) -> BoundUpdate:
         """The update of elements ``[lo, hi)`` of `group`; made once: plans repeat.
 
         `rows`: only those that some rank's batch of the step looks up (``words.rows``), or only the others, for the native
         kernel; `no_gradient`: theirs is zero, whatever the gradient buffer holds.
         """
-        key = group, lo, hi, rows, no_gradient
+        key = group, lo, hi, what, rows, no_gradient
         if key not in self._bound:
             assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, key
-            bound = self._bound[key] = BoundUpdate(group, lo, hi, self._groups[group], rows)
+            bound = self._bound[key] = BoundUpdate(group, lo, hi, self._groups[group], what, rows)
             if self.native:
                 self._make_native(bound)
                 if rows is not RowSet.ALL:
@@ -208,11 +215,13 @@ class CpuAdam:
         state, group, opt = self._state, bound.group, self.optimizer
         record, grad, shadow = self._groups[group].record, state.grad[group], state.shadow.get(group)
         library: Any = self.kernels.library
+        states = np.array([_addresses(side) for side in state.both(group)], dtype=STATE)
         bound.handle = library.slidedp_update_create(
-            *(t[group].data_ptr() for t in (state.master, state.exp_avg, state.exp_avg_sq)),
+            bound.what,
+            states.ctypes.data,
+            state.sides.address(group),
             grad.data_ptr(),
             DTYPE_CODES[grad.dtype],
-            None if shadow is None else shadow.data_ptr(),
             0 if shadow is None else DTYPE_CODES[shadow.dtype],
             bound.parts.ctypes.data,
             bound.parts.size,
@@ -239,25 +248,41 @@ class CpuAdam:
     @torch.no_grad()
     def _torch(self, group: str, g: _GroupSteps, index: np.ndarray, starts: np.ndarray, ends: np.ndarray, step: int,
                scale: float) -> None:
-        state = self._state
+        state, grad = self._state.both(group)[self._state.sides.of(group, step)], self._state.grad[group]
         ranges = list(zip(index.tolist(), starts.tolist(), ends.tolist(), strict=True))
         for i, lo, hi in ranges:
-            if not torch.isfinite(state.grad[group][lo:hi]).all():
+            if not torch.isfinite(grad[lo:hi]).all():
                 raise NonFiniteGradient(group, g.params[i].name, step)
         for i, lo, hi in ranges:
-            param = state.master[group][lo:hi]
-            adamw_as_torch(
-                param,
-                scaled(state.grad[group][lo:hi], scale),
-                state.exp_avg[group][lo:hi],
-                state.exp_avg_sq[group][lo:hi],
-                int(g.counts[i]),
-                self.lr(step),
-                self.optimizer,
-                self.optimizer.weight_decay if g.decay[i] else 0.0,
-            )
-            if group in state.shadow:
-                state.shadow[group][lo:hi].copy_(param)
+            self._torch_range(state, scaled(grad[lo:hi], scale), g, i, lo, hi, step, int(g.counts[i]))
+
+    def _torch_range(self, state: GroupState, grad: Tensor, g: _GroupSteps, i: int, lo: int, hi: int, step: int,
+                     count: int) -> None:
+        decay = self.optimizer.weight_decay if g.decay[i] else 0.0
+        param = state.master[lo:hi]
+        adamw_as_torch(param, grad, state.exp_avg[lo:hi], state.exp_avg_sq[lo:hi], count, self.lr(step), self.optimizer, decay)
+        if state.shadow is not None:
+            state.shadow[lo:hi].copy_(param)
+
+    @torch.no_grad()
+    def _torch_apart(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None) -> None:
+        """A copy, and the update of that: torch has no AdamW that writes elsewhere."""
+        g, both, side = self._groups[group], self._state.both(group), self._state.sides.of(group, step)
+        now, candidate = both[side], both[1 - side]
+        for old, new in ((now.master, candidate.master), (now.exp_avg, candidate.exp_avg), (now.exp_avg_sq, candidate.exp_avg_sq),
+                         (now.shadow, candidate.shadow)):
+            if old is not None and new is not None:
+                new[lo:hi].copy_(old[lo:hi])
+        flags = np.ones(g.counts.shape, dtype=bool) if present is None else self._flags(group, present)
+        ahead = g.record[0] != step  # not counted yet, and it may never be
+        for i, a, b in zip(*(x.tolist() for x in g.cut(lo, hi)), strict=True):
+            if flags[i]:
+                self._torch_range(candidate, self._state.grad[group][a:b].float(), g, i, a, b, step, int(g.counts[i]) + ahead)
+
+
+def _addresses(state: GroupState) -> tuple[int, int, int, int]:
+    shadow = 0 if state.shadow is None else state.shadow.data_ptr()
+    return state.master.data_ptr(), state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr(), shadow
 
 
 def scaled(grad: Tensor, scale: float) -> Tensor:

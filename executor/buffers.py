@@ -21,19 +21,31 @@ class Buffers:
         self._binding = binding
         self._slots: dict[str, Tensor] = {}
         self._leaves: dict[tuple[str, str], list[Tensor]] = {}
+        self._backend, self._dtypes = backend, (compute_dtype, grad_dtype)
         self.pools = graph.slots
+        self.extend(graph)
+
+    def extend(self, graph: OpGraph) -> None:
+        """Allocates what `graph` has beyond what is there: more micro-batches need more places. What is there stays."""
         for slot in graph.slots:
             if slot.memory == "allocator":
                 continue
-            dtype = dtype_of(slot, compute_dtype, grad_dtype)
-            make = backend.pinned if slot.memory == "pinned" else backend.empty
+            dtype = dtype_of(slot, *self._dtypes)
+            make = self._backend.pinned if slot.memory == "pinned" else self._backend.empty
             for i in range(slot.count):
-                tensor = make(slot.bytes // dtype.itemsize, dtype)
-                tensor.zero_()  # gaps between parameters must be finite: they are summed and sent like the rest
-                self._slots[f"{slot.name}[{i}]"] = tensor
-                if slot.count == 1:
-                    self._slots[slot.name] = tensor
-        backend.fence_caller()
+                if f"{slot.name}[{i}]" not in self._slots:
+                    tensor = make(self._size(slot) // dtype.itemsize, dtype)
+                    tensor.zero_()  # gaps between parameters must be finite: they are summed and sent like the rest
+                    self._slots[f"{slot.name}[{i}]"] = tensor
+            if slot.count == 1:
+                self._slots[slot.name] = self._slots[f"{slot.name}[0]"]
+        self._backend.fence_caller()
+
+    def _size(self, slot: Slot) -> int:
+        """What comes back from the host has to fit the window there, which may be older; the rest of it then does not leave."""
+        head, _, value = slot.name.partition(".")
+        back = self._slots.get(f"back.{value.partition('.')[0]}[0]") if head == "off" else None
+        return slot.bytes if back is None else min(slot.bytes, back.nbytes)
 
     def __getitem__(self, place: str) -> Tensor:
         return self._slots[place]
@@ -53,8 +65,10 @@ class Buffers:
 
 
 def dtype_of(slot: Slot, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> torch.dtype:
-    """Optimizer state is FP32; activations on the host, or back from it, are bytes; weights have the compute dtype."""
-    if slot.name.startswith("state."):
+    """Optimizer state and sums over micro-batches are FP32; activations on the host, or back from it, are bytes; weights have the
+    compute dtype.
+    """
+    if slot.name.startswith(("state.", "sum.")):
         return torch.float32
     if holds_activations(slot):
         return torch.uint8
@@ -64,6 +78,11 @@ def dtype_of(slot: Slot, compute_dtype: torch.dtype, grad_dtype: torch.dtype) ->
 def holds_weights(slot: Slot) -> bool:
     """Slots of weights and of their staging have the compute dtype; those of gradients and their sums, the gradients'."""
     return slot.name in ("w", "stage") or slot.name.startswith("held.")
+
+
+def may_come_later(slot: Slot) -> bool:
+    """True for what a step of more micro-batches adds: places for their sums, and for what they move to the host and back."""
+    return slot.name.startswith("sum.") or slot.memory == "allocator" or holds_activations(slot)
 
 
 def holds_activations(slot: Slot) -> bool:

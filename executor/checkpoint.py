@@ -8,7 +8,8 @@
 
 Nothing in it depends on ranks, routes, chunks or device: any plan of the same model can resume from it. Ranks share the
 files of one save, and of one load, evenly; no process ever holds more than one file's tensors beside the state. Moments that
-live in HBM, in parts on all ranks, come together in shared memory for one file at a time (checkpoint_moments.py).
+live in HBM, in parts on all ranks, come together in shared memory for one file at a time (checkpoint_moments.py). A save beside
+training writes the same bytes in other pieces (tensor_files.py, snapshot.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from slidedp.compiler.layergraph import Group
 from slidedp.executor.checkpoint_files import CheckpointError, FileFact, FileLayer
 from slidedp.executor.checkpoint_moments import MOMENTS, ResidentMoments
 from slidedp.executor.host_state import Buffer, HostState, shaped
+from slidedp.executor.tensor_files import TensorFile, layout, tensor_name
 
 FILE_BYTES = 2 * 2**30
 """Weights of about so many bytes make a file."""
@@ -101,6 +103,16 @@ def write_part(directory: Path, state: HostState, model: nn.Module, training: Ma
     return facts
 
 
+def tensor_files(state: HostState, part: Part) -> dict[Buffer, TensorFile]:
+    """The two files of a part, by the buffers whose values they hold."""
+    def shapes(buffers: Sequence[Buffer]) -> dict[str, Sequence[int]]:
+        return {tensor_name(b, p.name): p.shape for name in part.groups for b in buffers for p in state.groups[name].params
+                if p.trainable or b is Buffer.MASTER}
+
+    weights, moments = layout(part.model_file, shapes((Buffer.MASTER,))), layout(part.moments_file, shapes(MOMENTS))
+    return {Buffer.MASTER: weights, **dict.fromkeys(MOMENTS, moments)}
+
+
 def write_once(state: HostState, model: nn.Module, training: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
     """What rank 0 alone writes, by file: buffers, the model's configuration and index, the training's facts."""
     content: dict[str, Any] = {}
@@ -135,10 +147,9 @@ def tensors(
         for buffer in buffers:
             params = [p for p in group.params if p.trainable or buffer is Buffer.MASTER]
             if params:
-                prefix = "" if buffer is Buffer.MASTER else f"{buffer}."
                 flat = (elsewhere or {}).get((buffer, group.name))
                 views = state.views(buffer, group.name) if flat is None else [shaped(flat, p) for p in params]
-                out |= {prefix + p.name: v for p, v in zip(params, views, strict=True)}
+                out |= {tensor_name(buffer, p.name): v for p, v in zip(params, views, strict=True)}
     return out
 
 

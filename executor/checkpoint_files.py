@@ -44,6 +44,16 @@ class FileLayer:
         write(path)
         self.sync(path)
 
+    def open(self, path: Path) -> int:
+        """Opens a file for `write_at`, creating it if it is not there: several ranks may. The caller closes it, and syncs it."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+        """Writes bytes into an open file, which grows as needed."""
+        while data.nbytes:
+            written = os.pwrite(fd, data, offset)
+            data, offset = data[written:], offset + written
+
     def sync(self, path: Path) -> None:
         """Flushes a file, or a directory's entries, to the disk."""
         fd = os.open(path, os.O_RDONLY)

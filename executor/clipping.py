@@ -109,7 +109,9 @@ class Clipping:
         """The same on every rank. Raises NonFiniteNorm for what is not to be passed over, unless `run` raises for the loss."""
         if math.isfinite(norm) and math.isfinite(step.global_loss()):
             self._skipped_before = False
-            return Clip(float(norm), factor(norm, self.max_norm))
+            scale = factor(norm, self.max_norm)
+            step.count("clipped_steps", int(scale != 1.0))
+            return Clip(float(norm), scale)
         if self.skip:
             step.count("skipped_steps", 1)
             if not self._skipped_before:

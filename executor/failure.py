@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import threading
 
+from slidedp.executor.hangs import Hangs
 from slidedp.executor.liveness import Watchdog
+from slidedp.executor.options import MachineOptions
+from slidedp.executor.pulse import Pulse
 from slidedp.executor.streams import Aborted, Streams, Ticket
 from slidedp.executor.words import AbortReason, PeerError, Words
 
@@ -23,10 +26,32 @@ LOOK_S = 0.2
 class Failure:
     """Failure policy of one rank: the only place that decides which error the user sees."""
 
-    def __init__(self, streams: Streams, words: Words) -> None:
+    def __init__(self, streams: Streams, words: Words, options: MachineOptions, drained_word: int) -> None:
         self.streams, self.words = streams, words
-        self.watchdog = Watchdog(words, local_error=lambda: streams.error, on_failure=streams.abort)
+        self.pulse, hangs = None, None
+        if words.world_size > 1:
+            self.pulse = streams.pulse = Pulse(words)
+            hangs = Hangs(
+                self.pulse, lambda: words.each(drained_word), lambda: words.alive[:, 0].tolist(), streams.place_of,
+                peer_timeout_s=options.peer_timeout_s, peer_absence_s=options.peer_absence_s)
+        self.watchdog = Watchdog(words, local_error=lambda: streams.error, on_failure=streams.abort, hangs=hangs,
+                                 pulse=self.pulse)
         self._cause: BaseException | None = None
+
+    def arrive(self, turn: int) -> None:
+        """The user's thread is about to meet the other ranks, which may have waited for it."""
+        if self.pulse is not None:
+            self.pulse.arrive(turn)
+
+    def begin(self, step: int, turn: int, *, fresh: bool) -> None:
+        """A step's ops are about to be submitted; `fresh`: of a graph that has not run yet."""
+        if self.pulse is not None:
+            self.pulse.begin(step, turn, fresh=fresh)
+
+    def saving(self, now: bool) -> None:
+        """Updates may wait for a disk from here on, or do not any more."""
+        if self.pulse is not None:
+            self.pulse.saving(now)
 
     def check(self) -> None:
         """Raises when waiting has become pointless: a peer died or failed, or an op of ours did."""

@@ -21,7 +21,7 @@ class GradientSlots:
     def __init__(self, groups: Mapping[str, Group]) -> None:
         self._groups = groups
         self._views: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self._present: dict[str, list[bool]] = {}
+        self._present: dict[tuple[str, int], list[bool]] = {}  # by group and memory: a sum over micro-batches has its own
 
     def start(self) -> None:
         """A new step: no parameter has a gradient."""
@@ -31,10 +31,10 @@ class GradientSlots:
     def write(self, group: str, flat: Tensor, grads: Sequence[Tensor | None], accumulate: bool) -> dict[str, bool]:
         """`grads`: of the group's trainable parameters, in order, None where there is none. Added if `accumulate`.
 
-        Returns, by name, which of them have had a gradient in this step. Rounds once, when `flat` has another dtype.
+        Returns, by name, which of them have had a gradient there in this step. Rounds once, when `flat` has another dtype.
         """
         params, gaps = self._views_of(group, flat)
-        before = self._present.get(group)
+        before = self._present.get((group, flat.data_ptr()))
         if before is None or not accumulate:
             before = [False] * len(params)
             zero = gaps + [view for view, grad in zip(params, grads, strict=True) if grad is None]
@@ -47,9 +47,16 @@ class GradientSlots:
             torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
         if copied:
             torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
-        present = self._present[group] = [had or grad is not None for had, grad in zip(before, grads, strict=True)]
+        present = [had or grad is not None for had, grad in zip(before, grads, strict=True)]
+        self._present[group, flat.data_ptr()] = present
         trainable = (p for p in self._groups[group].params if p.trainable)
         return {p.name: has for p, has in zip(trainable, present, strict=True)}
+
+    def round(self, group: str, total: Tensor, flat: Tensor, accumulate: bool) -> None:
+        """Writes what this step has summed up in `total`, FP32, into `flat`, or adds it."""
+        params, _ = self._views_of(group, total)
+        present = self._present[group, total.data_ptr()]
+        self.write(group, flat, [grad if has else None for grad, has in zip(params, present, strict=True)], accumulate)
 
     def write_none(self, slots: Mapping[str, tuple[Tensor, bool]]) -> dict[str, bool]:
         """A stage without gradients: zeros, or nothing more where there are some already."""

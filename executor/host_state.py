@@ -1,9 +1,14 @@
 """The persistent state of a host: FP32 masters and moments, shadows and returned gradients, one copy for all its ranks.
 
 Every buffer is flat, one a parameter group, in the layout of :class:`slidedp.compiler.layergraph.Group`, and starts on a
-page. They lie in five shared segments: master (which outlives the others when the plan is closed), moments, shadow,
-grads, control. The layout depends on the groups and on three of their decisions only; no route or chunk count changes it.
+page. They lie in six shared segments: master (which outlives the others when the plan is closed), moments, candidates, shadow,
+grads, control. The layout depends on the groups and on four of their decisions only; no route or chunk count changes it.
 A group whose state lives in HBM (resident.py) has a master here, for the user's parameters to be views of, and nothing else.
+
+A group whose updates speculate (passes/clipping.py) has its state twice, on two *sides*: one is the state, the other what it
+may be next. It changes sides when a step's norm is known to need no clipping (sides.py); no byte moves. The dictionaries below
+show what was last asked for (:meth:`HostState.show`), which is the state whenever nothing is in flight; ops of a step ask by its
+number.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ from torch import Tensor
 
 from slidedp.compiler.decisions import Decisions, Reduction, Source
 from slidedp.compiler.layergraph import Group, Lookup, Param
-from slidedp.compiler.residency import is_resident
+from slidedp.compiler.residency import is_resident, speculates
 from slidedp.executor.segment import GIB, Exchange, SharedSegment
+from slidedp.executor.sides import Sides
 from slidedp.executor.words import Check, Words, WordsLayout
 
 _PAGE = 4096
@@ -59,17 +65,22 @@ class Place:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Sizes of the segments and places of the buffers, keyed by buffer, group and (raw gradients only, else 0) rank."""
+    """Sizes of the segments and places of the buffers, keyed by buffer, group and, of raw gradients, rank; else side."""
 
     segment_bytes: dict[str, int] = field(default_factory=dict)
     places: dict[tuple[Buffer, str, int], Place] = field(default_factory=dict)
 
     def bytes_by_place(self) -> dict[str, int]:
-        """Bytes of each kind of state, the whole host's: master, moments, shadow, grads, raw_grads, control."""
-        out = dict.fromkeys(("master", "moments", "shadow", "grads", "raw_grads"), 0)
-        for (buffer, _, _), place in self.places.items():
-            out["raw_grads" if buffer is Buffer.RAW_GRAD else _SEGMENT_OF[buffer]] += place.nbytes
+        """Bytes of each kind of state, the whole host's: master, moments, candidates, shadow, grads, raw_grads, control."""
+        out = dict.fromkeys(("master", "moments", "candidates", "shadow", "grads", "raw_grads"), 0)
+        for (buffer, _, i), place in self.places.items():
+            out["raw_grads" if buffer is Buffer.RAW_GRAD else segment_of(buffer, i)] += place.nbytes
         return out | {"control": self.segment_bytes["control"]}
+
+
+def segment_of(buffer: Buffer, i: int) -> str:
+    """`i`: of raw gradients the rank, else the side."""
+    return "candidates" if i and buffer is not Buffer.RAW_GRAD else _SEGMENT_OF[buffer]
 
 
 def layout_state(
@@ -82,13 +93,13 @@ def layout_state(
     control_bytes: int,
 ) -> StateLayout:
     """The layout of the host state. Pure: allocates nothing."""
-    sizes = dict.fromkeys(("master", "moments", "shadow", "grads"), 0)
+    sizes = dict.fromkeys(("master", "moments", "candidates", "shadow", "grads"), 0)
     places: dict[tuple[Buffer, str, int], Place] = {}
 
-    def put(buffer: Buffer, group: str, numel: int, dtype: torch.dtype, rank: int = 0) -> None:
-        segment = _SEGMENT_OF[buffer]
+    def put(buffer: Buffer, group: str, numel: int, dtype: torch.dtype, i: int = 0) -> None:
+        segment = segment_of(buffer, i)
         place = Place(sizes[segment], numel, dtype)
-        places[buffer, group, rank] = place
+        places[buffer, group, i] = place
         sizes[segment] += -(-place.nbytes // _PAGE) * _PAGE
 
     for g in groups:
@@ -102,10 +113,23 @@ def layout_state(
         put(Buffer.EXP_AVG, g.name, g.num_trainable, torch.float32)
         put(Buffer.EXP_AVG_SQ, g.name, g.num_trainable, torch.float32)
         put(Buffer.GRAD, g.name, g.num_trainable, grad_dtype)
+        for buffer in (Buffer.MASTER, Buffer.EXP_AVG, Buffer.EXP_AVG_SQ, Buffer.SHADOW) if speculates(decisions, g) else ():
+            if (buffer, g.name, 0) in places:
+                put(buffer, g.name, g.numel, places[buffer, g.name, 0].dtype, 1)
         if world_size > 1 and decisions.of(g.name).reduction is Reduction.CPU:
             for rank in range(world_size):
                 put(Buffer.RAW_GRAD, g.name, g.num_trainable, grad_dtype, rank)
     return StateLayout(sizes | {"control": control_bytes}, places)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """The flat state of one trainable group, on one side. `shadow`: None for a group that is cast."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    shadow: Tensor | None
 
 
 class HostState:
@@ -115,6 +139,7 @@ class HostState:
     ``grad`` (the reduced gradient) grad_dtype ``[num_trainable]`` of trainable groups; ``shadow`` compute_dtype ``[numel]``
     of groups delivered from it; ``raw_grad[group][rank]`` of groups reduced on the host by several ranks. All zero at first.
     Resident groups have a ``master`` only, which the GPU copies from and to.
+    ``pairs``: both sides of groups that speculate, and ``sides``, which of them is the state.
     ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order; ``row_index``: of
     groups whose rows are split (`split_rows`), the place of a table's first row in the masks.
 
@@ -176,18 +201,53 @@ class HostState:
 
     def _bind(self, memory: Mapping[str, SharedSegment]) -> None:
         flat: dict[Buffer, dict[str, Any]] = {b: {} for b in Buffer}
-        for (buffer, group, rank), p in self.layout.places.items():
-            tensor = memory[_SEGMENT_OF[buffer]].tensor(p.dtype, p.offset_bytes, p.numel)
+        other: dict[Buffer, dict[str, Any]] = {b: {} for b in Buffer}
+        for (buffer, group, i), p in self.layout.places.items():
+            tensor = memory[segment_of(buffer, i)].tensor(p.dtype, p.offset_bytes, p.numel)
             if buffer is Buffer.RAW_GRAD:
-                flat[buffer].setdefault(group, [None] * self.world_size)[rank] = tensor
+                flat[buffer].setdefault(group, [None] * self.world_size)[i] = tensor
             else:
-                flat[buffer][group] = tensor
+                (other if i else flat)[buffer][group] = tensor
+        self.pairs: dict[str, tuple[GroupState, GroupState]] = {}
         self.master: dict[str, Tensor] = flat[Buffer.MASTER]
         self.exp_avg: dict[str, Tensor] = flat[Buffer.EXP_AVG]
         self.exp_avg_sq: dict[str, Tensor] = flat[Buffer.EXP_AVG_SQ]
         self.shadow: dict[str, Tensor] = flat[Buffer.SHADOW]
         self.grad: dict[str, Tensor] = flat[Buffer.GRAD]
         self.raw_grad: dict[str, list[Tensor]] = flat[Buffer.RAW_GRAD]
+        for name, master in other[Buffer.MASTER].items():
+            moments = other[Buffer.EXP_AVG][name], other[Buffer.EXP_AVG_SQ][name]
+            self.pairs[name] = self.both(name)[0], GroupState(master, *moments, other[Buffer.SHADOW].get(name))
+        self.sides = Sides(self.pairs)
+
+    def both(self, group: str) -> tuple[GroupState, GroupState]:
+        """Both sides of a trainable group; of one that does not speculate, its only one twice."""
+        if group not in self.pairs:
+            only = GroupState(self.master[group], self.exp_avg[group], self.exp_avg_sq[group], self.shadow.get(group))
+            return only, only
+        return self.pairs[group]
+
+    def delivered_from(self, group: str, *, cast: bool) -> tuple[Tensor, Tensor]:
+        """What deliveries read of a group, on both sides: masters that are `cast`, or shadows. One twice, as for :meth:`both`."""
+        if group not in self.pairs:
+            flat = (self.master if cast else self.shadow)[group]
+            return flat, flat
+        first, second = (side.master if cast else side.shadow for side in self.pairs[group])
+        assert first is not None, f"{group} has no shadow"
+        assert second is not None
+        return first, second
+
+    def show(self, step: int) -> list[str]:
+        """The dictionaries show the state that `step` begins with. Returns the groups that have changed sides."""
+        changed = []
+        for name, pair in self.pairs.items():
+            now = pair[self.sides.of(name, step)]
+            if self.master[name] is not now.master:
+                self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = now.master, now.exp_avg, now.exp_avg_sq
+                if now.shadow is not None:
+                    self.shadow[name] = now.shadow
+                changed.append(name)
+        return changed
 
     def views(self, buffer: Buffer | str, group: str) -> list[Tensor]:
         """One tensor a parameter, in its shape, in the order of ``Group.params``; buffers of trainable parts: those only.
@@ -196,9 +256,14 @@ class HostState:
         """
         buffer = Buffer(buffer)
         assert buffer is not Buffer.RAW_GRAD
-        flat = getattr(self, buffer)[group]
+        flat = self.flat(buffer, group)
         everything = buffer in (Buffer.MASTER, Buffer.SHADOW)
         return [shaped(flat, p) for p in self.groups[group].params if everything or p.trainable]
+
+    def flat(self, buffer: Buffer, group: str) -> Tensor:
+        """A group's flat buffer as it is now; any but the raw gradients. Raises KeyError when the group has no such buffer."""
+        tensors: dict[str, Tensor] = getattr(self, buffer)
+        return tensors[group]
 
     def load(self, values: Mapping[str, Tensor], check: Check | None = None) -> None:
         """Rank 0 writes the parameters' values into the masters and casts the shadows; the other ranks wait for it.
@@ -240,28 +305,35 @@ class HostState:
         """Flat tensors that this rank's GPU copies from or to, to be registered with CUDA: shadows, gradients, own raw ones, and
         the masters of resident groups.
         """
-        out = [*self.shadow.values(), *self.grad.values(), *(ranks[self.rank] for ranks in self.raw_grad.values())]
+        out = [side.shadow for pair in self.pairs.values() for side in pair if side.shadow is not None]
+        out += [t for name, t in self.shadow.items() if name not in self.pairs]
+        out += [*self.grad.values(), *(ranks[self.rank] for ranks in self.raw_grad.values())]
         out += [self.master[name] for name in self._resident]
         return [t for t in out if t.numel()]
 
-    def close(self, *, keep_master: bool = True) -> dict[str, Tensor]:
+    def close(self, *, keep_master: bool = True, agreed: bool = True) -> dict[str, Tensor]:
         """Releases everything; the caller has drained all updates, unregistered `dma_buffers` and passed a barrier.
 
-        `keep_master`: returns new flat masters by group, private to this process (copy on write); to be put in place of
-        every tensor made from the old ones, whose memory stays until the last of them has gone. Else returns ``{}``.
-        Idempotent (returns ``{}`` the second time).
+        `keep_master`: returns new flat masters by group, private to this process (copy on write), as shown; to be put in place
+        of every tensor made from the old ones, whose memory stays until the last of them has gone. Else returns ``{}``.
+        `agreed`: all ranks show the same. Idempotent (returns ``{}`` the second time).
         """
         kept: dict[str, Tensor] = {}
         if keep_master and "master" in self._segments:
+            moved = {name: self.master[name] for name, (first, _) in self.pairs.items() if self.master[name] is not first.master}
+            for name, master in moved.items() if agreed else ():
+                self.pairs[name][0].master.copy_(master)  # every rank the same bytes; shared memory, and so still one copy
             private = self._segments["master"].remap_private()
-            for (buffer, group, _), p in self.layout.places.items():
-                if buffer is Buffer.MASTER:
+            for (buffer, group, side), p in self.layout.places.items():
+                if buffer is Buffer.MASTER and side == 0:
                     kept[group] = private.tensor(p.dtype, p.offset_bytes, p.numel)
+            for name, master in moved.items() if not agreed else ():
+                kept[name].copy_(master)
         self._release()
         return kept
 
     def _release(self) -> None:
-        for name in ("master", "exp_avg", "exp_avg_sq", "shadow", "grad", "raw_grad"):
+        for name in ("master", "exp_avg", "exp_avg_sq", "shadow", "grad", "raw_grad", "pairs"):
             setattr(self, name, {})
         for segment in self._segments.values():
             segment.close()

@@ -9,7 +9,7 @@ Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,38 +17,43 @@ import torch
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, RowSet, Stream
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, RowSet, Stream, split_lane
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
+from slidedp.executor.native.build import What
 from slidedp.executor.step import Step
+from slidedp.executor.step_updates import count_update
 
 if TYPE_CHECKING:
     from slidedp.executor.adam import BoundUpdate
     from slidedp.executor.clipping import Clipping
     from slidedp.executor.machine import Machine
-    from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
 
 Task = Callable[[Step], None]
 
 
 class Interpreter:
-    """Runs one graph on one machine with one specialisation's stages.
+    """Runs one graph on one machine. The stages that it runs are the step's: each of its micro-batches has a runner.
 
     Args:
         graph: a lowered, verified OpGraph.
         layers: the LayerGraph it was lowered from.
         machine: slots, host state, streams; shared by all interpreters of a plan.
-        runner: the stages of this specialisation.
     """
 
-    def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, runner: StageRunner) -> None:
-        self.graph, self.layers, self.machine, self.runner = graph, layers, machine, runner
+    def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine) -> None:
+        self.graph, self.layers, self.machine = graph, layers, machine
         self.rank, self.world = machine.rank, machine.world_size
-        self.op_names = tuple(op.name for op in graph.ops)
+        self.op_names = tuple(op.name for op in graph.ops if op.kind is not OpKind.SNAPSHOT)  # no later step waits for it
+        self.has_run = False
         self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
+        self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
+        self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
+        self.split = {op.layer for op in graph.ops for ref in op.writes if ref.rows}  # tables, see passes/rows.py
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
+        self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
         self.last_compute = graph.on(Stream.GPU)[-1].name
@@ -56,7 +61,8 @@ class Interpreter:
         self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
         if self.world > 1:  # only once a reduction is done has every rank said which parameters had a gradient
             self.watched |= {e.src for e in graph.edges if graph[e.dst].kind is OpKind.GPU_UPDATE}
-        self.watched |= {self.last_compute, "epilogue", *self.ends}
+        self.last_epilogue = [op.name for op in graph.ops if op.kind is OpKind.EPILOGUE][-1]
+        self.watched |= {self.last_compute, self.last_epilogue, *self.ends}
 
     def task(self, op: Op) -> Task:
         task: Task = getattr(self, op.kind.value)(op)
@@ -114,13 +120,29 @@ class Interpreter:
             if updates is not None and op.name in self.bound:
                 ticket = updates.submit(op, *self.bound[op.name], waits, expected)
             else:
-                gate = partial(self.machine.ranks_have, expected) if across else None
-                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=gate, deadline=op.deadline,
-                                                   need_done=op.name in self.watched)
+                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=self.gate(op, expected),
+                                                   deadline=op.deadline, need_done=op.name in self.watched)
             if op.name in self.published:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
+            if self.snapshots:
+                before_it = self.previous_on_stream.get(op.name)
+                self.watch_stall(waits if before_it is None else [*waits, tickets[before_it]])
         self.machine.last_published |= dict.fromkeys(self.published, step.number)
+        self.has_run = True
+
+    def gate(self, op: Op, expected: Sequence[tuple[int, int]]) -> Callable[[], bool] | None:
+        """What an op also waits for, asked again and again: other ranks, or a save's buffer."""
+        if op.kind is OpKind.SNAPSHOT:
+            snapshot = self.machine.saves.reading
+            return None if snapshot is None else partial(snapshot.has_room, op.layer, *self.span(op.reads[0]))
+        return partial(self.machine.ranks_have, expected) if expected else None
+
+    def watch_stall(self, waits: Sequence[Ticket]) -> None:
+        """A save counts how long an update that has all else waits for its snapshot."""
+        held, snapshot = [t for t in waits if t.name in self.snapshots], self.machine.saves.reading
+        if held and snapshot is not None:
+            snapshot.stall.watch([t for t in waits if t is not held[0]], held[0])
 
     # ---- where things are ----
 
@@ -136,6 +158,14 @@ class Interpreter:
         slot = self.machine.buffers[ref.place]
         return slot[: hi - lo] if ref.value[:2] in ("T.", "R.") else slot[lo:hi]
 
+    def state(self, ref: Ref) -> Callable[[Step], torch.Tensor]:
+        """The elements of an access to `P` or `S` on the host, wherever a step has them."""
+        lo, hi = self.span(ref)
+        group = ref.group
+        flat = self.machine.state.delivered_from(group, cast=ref.value[0] == "P")
+        first, second = (side[lo:hi] for side in flat)
+        return (lambda step: first) if flat[0] is flat[1] else (lambda step: second if step.side(group) else first)
+
     def host(self, ref: Ref) -> torch.Tensor:
         lo, hi = self.span(ref)
         return self.machine.host_buffer(ref.value[0], ref.group)[lo:hi]
@@ -146,27 +176,29 @@ class Interpreter:
     # ---- delivery ----
 
     def host_cast(self, op: Op) -> Task:
-        source, target = self.host(op.reads[0]), self.device(op.writes[0])
+        source, target = self.state(op.reads[0]), self.device(op.writes[0])
         cast, count = self.machine.casting.cast, op.bytes
 
         def task(step: Step) -> None:
-            cast(source, target)
+            cast(source(step), target)
             step.count("host_cast", count)
 
         return task
 
     def h2d(self, op: Op) -> Task:
         read, target = op.reads[0], self.device(op.writes[0])
-        source = self.device(read) if read.place else self.host(read)
-        return self.copy(source, target, op)
+        if not read.place:
+            return self.copy(self.state(read), target, op)
+        staged = self.device(read)
+        return self.copy(lambda step: staged, target, op)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor, op: Op) -> Task:
+    def copy(self, source: Callable[[Step], torch.Tensor], target: torch.Tensor, op: Op) -> Task:
         copy, kind = self.machine.backend.copy, op.kind.value
-        assert source.numel() * source.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {source.nbytes}"
+        assert target.numel() * target.element_size() == op.bytes, f"{op.name} moves {op.bytes} bytes, not {target.nbytes}"
 
         def task(step: Step) -> None:
-            copy(target, source)
-            step.count(kind, source.nbytes)
+            copy(target, source(step))
+            step.count(kind, target.nbytes)
 
         return task
 
@@ -189,8 +221,9 @@ class Interpreter:
         assert not leaving, f"{op.name}: nothing can have left before the first stage"
 
         def task(step: Step) -> None:
-            self.runner.start(step.device_batch(), step.training)
-            self.runner.prologue(weights)
+            lane = step.lanes[op.lane]
+            lane.runner.start(step.device_batch(lane), step.training)
+            lane.runner.prologue(weights)
 
         return task
 
@@ -201,79 +234,101 @@ class Interpreter:
         if "act" in kept:
             act = Activation.OFFLOAD if kept["act"] else Activation.RETAIN
         leaving, poisoned = self.leaving(op), self.machine.options.poison
+        lane = op.lane
 
         def task(step: Step) -> None:
-            for value in leaving:
-                self.runner.leave(value, poisoned=poisoned)
-            self.runner.forward(op.layer, weights, act)
+            for value, of in leaving:
+                step.lanes[of].runner.leave(value, poisoned=poisoned)
+            step.lanes[lane].runner.forward(op.layer, weights, act)
 
         return task
 
-    def leaving(self, op: Op) -> list[str]:
-        """Values whose places in HBM `op` takes: their memory is freed when it starts; the graph has it wait for their copy."""
+    def leaving(self, op: Op) -> list[tuple[str, int]]:
+        """Values, and whose lane's, whose places `op` takes: their memory is freed when it starts; the graph has it wait for
+        their copy.
+        """
         places = {ref.place for ref in op.writes if ref.place.startswith(("act[", "h["))}
         before = self.graph.ops[: self.graph.index[op.name]]
         last = {ref.place: ref.value for earlier in before for ref in earlier.writes if ref.place in places}
-        return list(last.values())
+        return [split_lane(value) for value in last.values()]
 
     def act_offload(self, op: Op) -> Task:
-        value, buffer, copy = op.reads[0].value, self.machine.buffers[op.writes[0].place], self.machine.backend.copy
+        (value, lane), buffer = split_lane(op.reads[0].value), self.machine.buffers[op.writes[0].place]
+        copy = self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_offload", self.runner.offload(value, buffer, copy))
+            step.count("act_offload", step.lanes[lane].runner.offload(value, buffer, copy))
 
         return task
 
     def act_reload(self, op: Op) -> Task:
         buffer, slot = self.machine.buffers[op.reads[0].place], self.machine.buffers[op.writes[0].place]
-        value, copy = op.writes[0].value.removeprefix("back."), self.machine.backend.copy
+        (value, lane), copy = split_lane(op.writes[0].value.removeprefix("back.")), self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_reload", self.runner.reload(value, buffer, slot, copy))
+            step.count("act_reload", step.lanes[lane].runner.reload(value, buffer, slot, copy))
 
         return task
 
     def recompute(self, op: Op) -> Task:
-        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
-        return lambda step: self.runner.recompute(op.layer, weights)
+        weights, lane = self.machine.buffers.leaves(self.places(op.reads, "W.")), op.lane
+        return lambda step: step.lanes[lane].runner.recompute(op.layer, weights)
 
     def backward(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
-        run = self.runner.prologue_backward if op.layer == self.layers.stages[0].name else partial(self.runner.backward, op.layer)
+        lane, finish = op.lane, self.rounding(op)
 
-        looked_up = [g for g in grads if g in self.machine.state.row_index and op.layer == self.layers.stages[0].name]
+        looked_up = [g for g in grads if g in self.split and op.layer == self.layers.stages[0].name]
 
         def task(step: Step) -> None:
-            present = run(weights, grads, step.has_tokens)
-            for group in looked_up:
+            micro = step.lanes[lane]
+            present = micro.runner.backward(op.layer, weights, grads, micro.has_tokens)
+            finish()
+            for group in looked_up if micro.has_tokens else ():
                 self.require_gradient(group, present, step)
-            step.mark_present(present)
+            step.mark_present(micro, present)
 
         return task
 
     def require_gradient(self, group: str, present: Mapping[str, bool], step: Step) -> None:
         """Its early updates went by that: the rows that a batch looks up are what the loss depends on."""
         name = self.layers.group(group).params[0].name
-        if step.has_tokens and not present[name]:
+        if not present[name]:
             raise RuntimeError(f"step {step.number}: {name} has no gradient, though rows of it were looked up (detached?); "
                                f"compile with policy={{'layers': {{'{group}': {{'rows': 'whole'}}}}}}")
 
     def epilogue(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
+        lane, finish = op.lane, self.rounding(op)
 
         def task(step: Step) -> None:
+            micro = step.lanes[lane]
             if step.training:
-                loss, present = self.runner.epilogue(weights, grads, step.loss_scale, step.has_tokens)
-                step.mark_present(present)
+                loss, present = micro.runner.epilogue(weights, grads, step.loss_scale(micro), micro.has_tokens)
+                finish()
+                step.mark_present(micro, present)
             else:
-                loss = self.runner.evaluate(weights)
-            step.keep_loss(loss)
+                loss = micro.runner.evaluate(weights)
+            step.keep_loss(micro, loss)
 
         return task
 
     def gradients(self, op: Op) -> dict[str, tuple[torch.Tensor, bool]]:
-        """Group -> (flat gradient slot, whether an earlier stage of this step has already contributed)."""
-        return {ref.group: (self.machine.buffers[ref.place], ref.version > 1) for ref in op.writes if ref.value.startswith("G.")}
+        """Group -> (flat slot of its gradient or of its sum over lanes, whether an op before this one has contributed)."""
+        written = {head: [ref for ref in op.writes if ref.value.startswith(head)] for head in ("A.", "G.")}
+        return {ref.group: (self.machine.buffers[ref.place], ref.version > 1) for ref in written["A."] or written["G."]}
+
+    def rounding(self, op: Op) -> Callable[[], None]:
+        """What the last lane does once it has added to its stage's sums: they become gradients."""
+        sums = self.places(op.writes, "A.")
+        flat = [(ref.group, self.machine.buffers[ref.place], ref.version > 1) for ref in op.writes if ref.value.startswith("G.")]
+        todo = [(group, self.machine.buffers[sums[group]], slot, accumulate) for group, slot, accumulate in flat if sums]
+
+        def finish() -> None:
+            for item in todo:
+                self.machine.runners.slots.round(*item)
+
+        return finish
 
     # ---- gradients home, and the update ----
 
@@ -288,7 +343,8 @@ class Interpreter:
         return task
 
     def d2h(self, op: Op) -> Task:
-        return self.copy(self.device(op.reads[0]), self.host(op.writes[0]), op)
+        source = self.device(op.reads[0])
+        return self.copy(lambda step: source, self.host(op.writes[0]), op)
 
     def host_reduce(self, op: Op) -> Task:
         lo, hi = self.span(op.reads[0])
@@ -349,23 +405,40 @@ class Interpreter:
 
         return task
 
+    def snapshot(self, op: Op) -> Task:
+        (lo, hi), group, saves = self.span(op.reads[0]), op.layer, self.machine.saves
+
+        def task(step: Step) -> None:
+            if (snapshot := saves.reading) is not None:
+                snapshot.read(group, lo, hi)
+
+        return task
+
     def cpu_update(self, op: Op) -> Task:
+        return self.update(op, What.SPECULATE if op.writes[0].value.startswith("C.") else What.UPDATE)
+
+    def settle(self, op: Op) -> Task:
+        return self.update(op, What.SETTLE)
+
+    def update(self, op: Op, what: What) -> Task:
         (lo, hi), group, update, adam = self.span(op.writes[0]), op.layer, self.machine.update, self.machine.adam
         rows, no_gradient = op.writes[0].rows, not op.reads[0].group
-        if not adam.native:  # torch's kernel updates a chunk in one go, when the gradient is complete
+        if not adam.native and rows:  # torch's kernel updates a chunk in one go, when the gradient is complete
             if rows is RowSet.UNTOUCHED:
                 return lambda step: None
             rows = RowSet.ALL
         options: dict[str, Any] = {"rows": rows, "no_gradient": no_gradient} if rows else {}
         if adam.native:
-            self.bound[op.name] = adam.bind(group, lo, hi, **options), None if rows else self.machine.param_span(group)[0]
+            first_param = None if rows else self.machine.param_span(group)[0]
+            self.bound[op.name] = adam.bind(group, lo, hi, what, **options), first_param
 
         def task(step: Step) -> None:
             scale = step.update_scale()
-            if scale is None:
+            if scale is None or (what is What.SPECULATE and scale != 1.0):  # known by now: nobody would take it
                 return
-            update(group, lo, hi, step, scale, **options)
-            step.count("cpu_update", (hi - lo) * (rows is not RowSet.UNTOUCHED))
+            update(group, lo, hi, step, scale, what, **options)
+            if rows is not RowSet.UNTOUCHED:
+                count_update(step, what, hi - lo)
 
         return task
 

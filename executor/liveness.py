@@ -1,7 +1,8 @@
-"""Notices that a rank of this host has died, so that the others stop with its name instead of waiting for ever.
+"""Notices that a rank of this host has died or hangs, so that the others stop with its name instead of waiting for ever.
 
 A rank's record in the control segment: its process id and that process's start time (an id alone may be reused).
-Watching needs nothing but /proc, so it works where a rank was killed, ran out of memory or crashed in a library.
+Watching needs nothing but /proc, so it works where a rank was killed, ran out of memory or crashed in a library. Of a rank
+that is alive, hangs.py says whether it hangs.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slidedp.executor.hangs import Hangs
+from slidedp.executor.pulse import Pulse, is_in_a_call, place_of
 from slidedp.executor.words import LEFT, AbortReason, PeerError, Words
 
 
 class Watchdog:
     """Watches the other ranks from a daemon thread, every `interval_s`.
 
-    A dead peer or an abort record makes `check` raise PeerError. If the peer is dead and the thread that made the
+    A dead or hung peer or an abort record makes `check` raise PeerError. If the peer is dead and the thread that made the
     watchdog has not noticed `grace_s` later (it is stuck inside a library), or has ended while its process has not (at
-    exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with status 1.
+    exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with status 1. So it does if
+    a rank hangs, but not while this rank is in its caller's code: that may be worth something, and will notice when it calls.
 
+    `hangs`, `pulse`: to look for ranks that hang, and to tell the others that this one does not.
     `local_error`: what has failed on this rank, if anything; it is posted for the others. `on_failure`: called once, from the
     watching thread, with another rank's failure.
     """
@@ -36,7 +41,10 @@ class Watchdog:
         exit_process: Callable[[int], object] = os._exit,
         local_error: Callable[[], BaseException | None] = lambda: None,
         on_failure: Callable[[PeerError], object] = lambda error: None,
+        hangs: Hangs | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
+        self._hangs, self._pulse = hangs, pulse
         self._local_error, self._on_failure = local_error, on_failure
         self._words, self._interval_s, self._grace_s, self._exit = words, interval_s, grace_s, exit_process
         self._owner = threading.current_thread()
@@ -79,7 +87,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         suspect: BaseException | None = None
+        looked_s = time.monotonic()
         while not self._stopped.wait(self._interval_s):
+            elapsed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+            if self._pulse is not None:
+                self._pulse.beat(place_of(self._owner))
             if (dead := self._dead_peer()) is not None:
                 rank, pid = dead
                 text = f"rank {rank} (pid {pid}) died; see its own output for the cause"
@@ -89,11 +101,28 @@ class Watchdog:
                 return
             if (record := self._words.aborted()) is not None:
                 self._report(record.error())
+                if record.reason is AbortReason.HUNG:
+                    self._end_if_stuck(record.text, in_calls_only=True)
+                    return
+            elif self._error is None and (text := self._hung(elapsed_s)) is not None:
+                self._end_if_stuck(text, in_calls_only=True)
+                return
             error = self._local_error()
             if error is not None and error is suspect and not isinstance(error, PeerError):
                 # The second look: a connection lost to a dying peer is that peer's failure, seen by now.
                 self._words.abort(self._words.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
             suspect = error
+
+    def _hung(self, elapsed_s: float) -> str | None:
+        """What is said of the rank that hangs, this one or another, once it has been told to all."""
+        finding = self._hangs.look(elapsed_s, self._interval_s) if self._hangs is not None and not self._local_error() else None
+        if finding is None or not finding.fatal:
+            if finding is not None:
+                print(f"slidedp: {finding.text}", file=sys.stderr, flush=True)
+            return None
+        self._words.abort(finding.rank, AbortReason.HUNG, finding.text)
+        self._report(PeerError(finding.rank, finding.text))
+        return finding.text
 
     def _report(self, error: PeerError) -> None:
         if self._error is None:
@@ -108,9 +137,11 @@ class Watchdog:
                 return rank, pid
         return None
 
-    def _end_if_stuck(self, text: str) -> None:
+    def _end_if_stuck(self, text: str, *, in_calls_only: bool = False) -> None:
         deadline = time.monotonic() + self._grace_s
         while not self._stopped.wait(self._interval_s):
+            if in_calls_only and self._owner.is_alive() and not is_in_a_call(self._owner):
+                deadline = time.monotonic() + self._grace_s
             if time.monotonic() < deadline or (self._noticed.is_set() and self._owner.is_alive()):
                 continue
             print(f"slidedp: {text}; rank {self._words.rank} is stuck and exits", file=sys.stderr, flush=True)

@@ -7,7 +7,9 @@
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Failure             what waits look at, and which error is raised (failure.py)
-      Interpreter         one per graph and specialisation, made before its first step
+      Saves               a checkpoint being written beside training (saving.py)
+      Interpreter         one per graph, made before its first step
+      Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -27,21 +29,22 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.rows import find_splits
-from slidedp.compiler.tracer import Trace
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
-from slidedp.executor.buffers import Buffers
+from slidedp.executor.buffers import Buffers, may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
-from slidedp.executor.stages import StageRunner
-from slidedp.executor.step import Step
+from slidedp.executor.runners import Runners
+from slidedp.executor.saving import Saves
+from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
@@ -54,6 +57,9 @@ DRAINED, ASKED, SHOWN = range(3)
 """Words that a rank publishes: a step has nothing left to do on it; it wants, and it has made, resident masters current."""
 
 FIRST_OP_WORD = 3
+
+LOOK_BACK = 64
+"""Turns that are remembered: more than there can be from a step's submission to its end."""
 
 
 class Machine:
@@ -80,6 +86,7 @@ class Machine:
         self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
+        self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
         self.resident: ResidentState | None = None
@@ -87,13 +94,15 @@ class Machine:
             share_buffers(model, collectives)
         self.binding = Binding(model, layers.groups)  # before anything is allocated: it may refuse the model
         self.backend: Backend = open_backend(device)
+        self.runners = Runners(self.binding, self.backend)
         self.state = HostState(
             layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
             grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + len(self.word_of), exchange=collectives.exchange_ints,
             barrier=collectives.barrier, host_budget=host_budget, split_rows=list(find_splits(layers, decisions)))
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
-        self.failure = Failure(self.streams, self.words)
+        self.failure = Failure(self.streams, self.words, self.options, DRAINED)
+        self.saves = Saves(collectives, self.failure, self.counters)
         try:
             self.start(layers, graph, decisions, compute_dtype, grad_dtype)
         except BaseException as e:
@@ -130,12 +139,8 @@ class Machine:
     # ---- what the interpreter touches ----
 
     def host_buffer(self, head: str, group: str) -> Tensor:
-        """Flat host tensor of a group: P master, S shadow, H returned gradient, Q this rank's unreduced gradient."""
+        """Flat host tensor of a group: H returned gradient, Q this rank's unreduced gradient."""
         match head:
-            case "P":
-                return self.state.master[group]
-            case "S":
-                return self.state.shadow[group]
             case "H":
                 return self.state.grad[group]
             case "Q":
@@ -163,7 +168,8 @@ class Machine:
 
     def require_runnable(self, graph: OpGraph) -> None:
         """ValueError if a further specialisation moves groups otherwise than the machine was built for."""
-        if unknown := {slot.name for slot in graph.slots} - {slot.name for slot in self.buffers.pools}:
+        needed = {slot.name for slot in graph.slots if not may_come_later(slot)}
+        if unknown := needed - {slot.name for slot in self.buffers.pools}:
             raise ValueError(
                 f"this batch makes the model use its layers in another way than the first batch did (no buffer {min(unknown)}); "
                 "compile with example=, a batch that uses all of them"
@@ -173,10 +179,11 @@ class Machine:
         if unknown := {op.layer for op in graph for ref in op.writes if ref.rows} - set(self.state.row_index):
             raise ValueError(f"this batch looks rows of {min(unknown)} up, unlike the first one; compile with example=")
 
-    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, **rows: Any) -> None:
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE, **rows: Any) -> None:
         """AdamW on this rank's part of a returned gradient chunk, times `scale`. `rows`: options of :meth:`CpuAdam.update`."""
-        with noting(step, group):
-            self.adam.update(group, lo, hi, step.number, None if rows else self.present(group, step), scale, **rows)
+        with noting(step, group) if what is not What.SPECULATE else nullcontext():
+            present = None if rows else self.present(group, step)
+            self.adam.update(group, lo, hi, step.number, present, scale, what=what, **rows)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""
@@ -212,17 +219,19 @@ class Machine:
         """Every rank's values, by rank. Collective; the first thing of a step, so that none issues what another does not."""
         self.raise_failure()
         self.num_turns += 1
+        self.failure.arrive(self.num_turns)
         try:
             return self.words.exchange(self.num_turns, values, self.failure.check)
         except (PeerError, Aborted) as e:
             raise self.failure.cause(e) from e
 
-    def new_step(self, batch: Mapping[str, Tensor], num_valid: int, num_valid_global: int, *, loss_is_mean: bool,
-                 training: bool) -> Step:
+    def new_step(self, lanes: Sequence[MicroBatch], num_valid_global: int, *, loss_is_mean: bool, training: bool) -> Step:
         self.num_steps += training
+        self.steps_at[self.num_turns] = self.num_steps
+        self.steps_at.pop(self.num_turns - LOOK_BACK, None)
         if training:
             self.words.present(self.num_steps)[self.rank] = 0
-        return Step(self.num_steps, self.num_turns, batch, self, num_valid, num_valid_global, loss_is_mean, training)
+        return Step(self.num_steps, self.num_turns, lanes, self, num_valid_global, loss_is_mean, training)
 
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
@@ -233,7 +242,8 @@ class Machine:
         self.in_flight = step
         if step.training and self.resident:
             self.resident.newest = step.turn
-        step.op_names = interpreter.op_names
+        step.op_names, step.speculating = interpreter.op_names, interpreter.speculating
+        self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
         try:
             interpreter.run(step, previous)
             self.when_drained(interpreter, step)
@@ -241,7 +251,7 @@ class Machine:
             self.failure.stop(e)
             raise self.failure.cause() from e
         self.failure.wait(step.epilogue)
-        if interpreter.runner.draws_random:
+        if step.draws_random:
             self.wait_compute(step)  # its recomputes put the default generators back and forth: the caller must not draw between
         try:
             step.global_loss()
@@ -250,14 +260,13 @@ class Machine:
         if step.training and not (self.clipping and self.clipping.skip):
             step.require_finite_loss()
 
-    def interpreter(self, graph: OpGraph, layers: LayerGraph, trace: Trace) -> Interpreter:
-        """The one that runs `graph` with the stages of `trace`; made when first asked for."""
-        mine = [i for i in self.interpreters if i.runner.trace is trace]
-        for known in mine:
+    def interpreter(self, graph: OpGraph, layers: LayerGraph) -> Interpreter:
+        """The one that runs `graph`; made when first asked for, with what buffers it needs beyond those that are there."""
+        for known in self.interpreters:
             if known.graph is graph:
                 return known
-        runner = mine[0].runner if mine else StageRunner(trace, self.binding, self.backend)
-        self.interpreters.append(Interpreter(graph, layers, self, runner))
+        self.buffers.extend(graph)
+        self.interpreters.append(Interpreter(graph, layers, self))
         return self.interpreters[-1]
 
     def sum_losses(self, turn: int) -> float:
@@ -284,7 +293,7 @@ class Machine:
             if step.epilogue.error is None:
                 self.words.post_loss(step.turn, step.local_loss())
 
-        step.epilogue = tickets["epilogue"]
+        step.epilogue = tickets[interpreter.last_epilogue]
         step.epilogue.add_done_callback(post_loss)
         tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
         if self.clipping and step.training:
@@ -338,8 +347,18 @@ class Machine:
     def expose_model(self) -> None:
         """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
         self.show_resident()
+        self.show_state(self.num_steps)
         self.binding.restore()
         self.exposed = True
+
+    def show_state(self, step: int) -> None:
+        """Host state and parameters are as after `step`. Nothing may be in flight."""
+        changed = self.state.show(step + 1)
+        self.binding.release({name: self.state.master[name] for name in changed})
+
+    def last_ended(self) -> int:
+        """The last training step that all ranks have ended: the candidates of one that has failed since are not taken."""
+        return max((n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)), default=0)
 
     def show_resident(self) -> None:
         """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
@@ -372,10 +391,10 @@ class Machine:
             self.resident.upload()
         self.changed = False
 
-    def abandon(self, error: BaseException) -> None:
-        """The user leaves because of `error`: the others are told, and nothing is waited for."""
+    def abandon(self, error: BaseException) -> BaseException:
+        """The user leaves because of `error`: the others are told, and nothing is waited for. Returns what is behind it."""
         self.failure.stop(error)
-        self.failure.cause()
+        return self.failure.cause()
 
     def close(self) -> None:
         """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent.
@@ -391,20 +410,26 @@ class Machine:
                 self.show_resident()
         finally:
             healthy = self.streams.error is None
+            failed_save = self.saves.end(healthy=healthy)
             self.streams.close()
             self.backend.drain()  # a copy may still be under way, into memory that is about to go
             self.closed = True
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
+            self.show_state(self.last_ended())
             self.binding.restore()
             self.backend.close()
             if healthy:
+                self.saves.close()
                 self.collectives.close()  # else a peer may be stuck in it, and so would we
             self.failure.watchdog.stop()
-            self.binding.release(self.state.close())
+            self.binding.release(self.state.close(agreed=healthy))
             if hasattr(self, "buffers"):
                 self.buffers.clear()
             self.interpreters.clear()
+            self.runners.clear()
         if unreported:
             raise self.failure.cause()
+        if failed_save is not None:
+            raise failed_save

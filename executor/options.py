@@ -10,6 +10,11 @@ import torch
 
 from slidedp.compiler.ops import Stream
 
+PEER_TIMEOUT_S = 25.0
+"""With the watchdog's looks, the other ranks stop within 30 s of a standstill."""
+
+PEER_ABSENCE_S = 300.0
+
 
 def update_threads(device: torch.device, world_size: int) -> int:
     """CPU threads of a rank's update: its share of the cores, less two for those that issue work to a GPU."""
@@ -22,6 +27,7 @@ class MachineOptions:
     """What the user may choose about running, not about planning.
 
     `max_grad_norm`, `skip_nonfinite`: see clipping.py; for plans with deferred updates.
+    `peer_timeout_s`, `peer_absence_s`: see hangs.py; inf to wait for ever.
     `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
     without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `poison`
     fills weight slots with NaN before they are refilled; `trace` gets each op's name, stream, start and end in seconds.
@@ -35,3 +41,5 @@ class MachineOptions:
     trace: Callable[[str, Stream, float, float], None] | None = None
     max_grad_norm: float | None = None
     skip_nonfinite: bool = False
+    peer_timeout_s: float = PEER_TIMEOUT_S
+    peer_absence_s: float = PEER_ABSENCE_S

@@ -107,7 +107,11 @@ class PriorityStream(Worker):
             if streams.delay is not None:
                 time.sleep(streams.delay(ticket.name))
             start = time.perf_counter()
+            if streams.pulse is not None:
+                streams.pulse.started(self.stream, ticket.name)
             entry.fn()
+            if streams.pulse is not None:
+                streams.pulse.ended(self.stream)
             if streams.trace is not None:
                 streams.trace(ticket.name, self.stream, start, time.perf_counter())
             with self._changed:

@@ -121,6 +121,15 @@ class ResidentState:
         self._backend.fence_caller()
 
     @torch.no_grad()
+    def read_state(self, group: str, lo: int, hi: int, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Copies elements ``[lo, hi)``, of one chunk's part of this rank, to host tensors of that size. Waits for the device."""
+        c = next(c for c in self._chunks[group] if c.lo <= lo and hi <= c.hi)
+        part = c.state.cut(lo - c.lo, hi - c.lo)
+        for target, source in ((master, part.master), (exp_avg, part.exp_avg), (exp_avg_sq, part.exp_avg_sq)):
+            self._backend.copy(target, source)
+        self._backend.fence_caller()
+
+    @torch.no_grad()
     def write_moments(self, group: str, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """The reverse of :meth:`read_moments`."""
         for c in self._chunks[group]:

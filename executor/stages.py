@@ -73,11 +73,14 @@ class _Boundary:
 class StageRunner:
     """Runs the stages of one trace on a bound module. One step at a time, started by :meth:`start`.
 
+    Of a step with several micro-batches each has a runner of its own; they share `slots`, which know who has added what.
+    All of them start before any writes a gradient.
+
     The order of calls is the caller's (the graph's): every layer's forward after the stages that make its inputs, and
     its recompute and backward after those of all stages that use its outputs.
     """
 
-    def __init__(self, trace: Trace, binding: Binding, backend: Backend) -> None:
+    def __init__(self, trace: Trace, binding: Binding, backend: Backend, slots: GradientSlots | None = None) -> None:
         self.trace, self._binding, self._backend = trace, binding, backend
         self._programs: dict[str, StageProgram] = {p.name: p for p in trace.programs}
         self._labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
@@ -86,7 +89,7 @@ class StageRunner:
         self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
         self._surroundings = Surroundings(binding, backend)
         self._choices: dict[tuple[str, bool], frozenset[int]] = {}  # (stage kind, training mode) -> operations to keep
-        self._slots = GradientSlots(binding.groups)
+        self._slots = slots or GradientSlots(binding.groups)
         self._clear()
 
     def _clear(self) -> None:
@@ -99,7 +102,6 @@ class StageRunner:
         self._uses_left: Counter[str] = Counter()
         self._training = True
         self._drew = False
-        self._slots.start()
 
     @property
     def draws_random(self) -> bool:
@@ -111,6 +113,7 @@ class StageRunner:
     def start(self, batch: Mapping[str, Tensor], training: bool = True) -> None:
         """Begins a step with a batch on the device. What an unfinished step left is dropped."""
         self._clear()
+        self._slots.start()
         self._training = training
         self._uses_left = Counter(self._num_uses)
         self._env = {f"batch.{key}": value for key, value in batch.items() if f"batch.{key}" in self._num_uses}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from slidedp.executor.adam import NonFiniteGradient
 if TYPE_CHECKING:
     from slidedp.executor.clipping import Clip
     from slidedp.executor.machine import Machine
+    from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
 
 
@@ -25,20 +26,34 @@ class NonFiniteLoss(FloatingPointError):
     """The loss is NaN or infinite, on every rank alike. No weight, moment or step count of the optimizer has changed."""
 
 
+@dataclass(eq=False, slots=True)
+class MicroBatch:
+    """One lane of a step: what it runs on, and its loss once that is known. `num_valid`: its loss-bearing tokens."""
+
+    batch: Mapping[str, torch.Tensor]
+    num_valid: int
+    runner: StageRunner
+    loss: torch.Tensor | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """False if it bears no loss: its gradients are exactly zero, whatever its forward gives."""
+        return self.num_valid > 0
+
+
 @dataclass(eq=False)
 class Step:
     """State of one step of this rank.
 
-    `number`: of the training step (an evaluation has its predecessor's); `turn`: counts both.
-    `num_valid`: loss-bearing tokens of this rank's batch; `num_valid_global`: of all ranks. `loss_scale` makes
-    the program's loss this rank's share of the global mean; the loss's backward starts with it.
+    `number`: of the training step (an evaluation has its predecessor's); `turn`: counts both. `lanes`: its micro-batches.
+    `num_valid_global`: loss-bearing tokens of all of them and of all ranks. `loss_scale` makes the loss of a micro-batch its
+    share of the global mean; the loss's backward starts with it.
     """
 
     number: int
     turn: int
-    batch: Mapping[str, torch.Tensor]
+    lanes: Sequence[MicroBatch]
     machine: Machine
-    num_valid: int
     num_valid_global: int
     loss_is_mean: bool = True
     training: bool = True
@@ -46,7 +61,9 @@ class Step:
     started_s: float = field(default_factory=time.perf_counter)
     updated: set[str] = field(default_factory=set)
     op_names: tuple[str, ...] = ()
-    epilogue: Ticket = None  # type: ignore[assignment]  # once it has been submitted
+    speculating: frozenset[str] = frozenset()
+    """Groups that it makes candidates for."""
+    epilogue: Ticket = None  # type: ignore[assignment]  # the last, once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
     grad_norms: torch.Tensor | None = None
@@ -58,22 +75,22 @@ class Step:
     clip_known: threading.Event = field(default_factory=threading.Event)
     scale_cell: np.ndarray = field(default_factory=lambda: np.full(1, math.nan))
     """float64: `clip.scale` for native updates, NaN for none."""
-    _loss: torch.Tensor | None = None
+    candidate_cell: np.ndarray = field(default_factory=lambda: np.ones(1))
+    """float64, for native updates that speculate: 1, or NaN once it is known that nobody will take what they make."""
     _global_loss: float | None = None
 
-    @property
-    def has_tokens(self) -> bool:
-        """False if this rank's batch bears no loss: its gradients are exactly zero, whatever its forward gives."""
-        return self.num_valid > 0
+    def loss_scale(self, lane: MicroBatch) -> float:
+        """A mean over its tokens counts by its share of all; a sum is divided by all. 1.0 of the only one on one rank's mean."""
+        return (lane.num_valid if self.loss_is_mean else 1) / self.num_valid_global
 
-    @property
-    def loss_scale(self) -> float:
-        """A mean over this rank's tokens counts by its share of all; a sum is divided by all. 1.0 on one rank's mean."""
-        return (self.num_valid if self.loss_is_mean else 1) / self.num_valid_global
-
-    def device_batch(self) -> dict[str, torch.Tensor]:
-        batch, self.batch = self.batch, {}
+    def device_batch(self, lane: MicroBatch) -> dict[str, torch.Tensor]:
+        batch, lane.batch = lane.batch, {}
         return {key: self.machine.backend.to_device(value) for key, value in batch.items()}
+
+    @property
+    def draws_random(self) -> bool:
+        """True if one of its recomputes will set the default generators for a while."""
+        return any(lane.runner.draws_random for lane in self.lanes)
 
     def release(self) -> None:
         """All is done. Results may be kept for long, the tickets need not be."""
@@ -83,17 +100,20 @@ class Step:
         """Bytes (elements for updates) that this rank's copies and kernels were really called with."""
         self.machine.counters[kind] += amount
 
-    def keep_loss(self, loss: torch.Tensor) -> None:
-        self._loss = self.machine.backend.to_host(loss.detach())
+    def keep_loss(self, lane: MicroBatch, loss: torch.Tensor) -> None:
+        lane.loss = self.machine.backend.to_host(loss.detach())
 
     def local_loss(self) -> float:
-        """This rank's share of the global loss. Only once the epilogue is done."""
-        assert self._loss is not None, "the epilogue has not run"
-        if not self.has_tokens:
+        """This rank's share of the global loss. Only once the epilogues are done."""
+        return sum(self.share_of(lane) for lane in self.lanes)
+
+    def share_of(self, lane: MicroBatch) -> float:
+        assert lane.loss is not None, "the epilogue has not run"
+        if not lane.has_tokens:
             return 0.0
         if self.loss_is_mean:
-            return float(self._loss) * self.loss_scale
-        return float(self._loss / self.num_valid_global)  # divided in its own precision, as `loss_sum / count` would be
+            return float(lane.loss) * self.loss_scale(lane)
+        return float(lane.loss / self.num_valid_global)  # divided in its own precision, as `loss_sum / count` would be
 
     def global_loss(self) -> float:
         """Mean over the valid tokens of the global batch; waits until every rank has its share."""
@@ -106,7 +126,15 @@ class Step:
         self.norms.clear()
         self.home_norms.clear()
         self.scale_cell[0] = math.nan if clip.scale is None else clip.scale
+        kept = clip.scale == 1.0
+        if not kept:
+            self.candidate_cell[0] = math.nan
+        self.machine.state.sides.decide(self.number, self.speculating if kept else ())
         self.clip = clip
+
+    def side(self, group: str) -> int:
+        """Where the step finds the state of a group that speculates. Only for ops that read or write it, when they run."""
+        return self.machine.state.sides.of(group, self.number if self.training else self.number + 1)
 
     def update_scale(self) -> float | None:
         """What an update multiplies gradients by; None if there is to be none, on every rank alike. May wait for the loss."""
@@ -131,9 +159,9 @@ class Step:
                        "the weights of those layers have moved: start again from saved weights, with a lower learning rate")
             raise
 
-    def mark_present(self, present: Mapping[str, bool] | None) -> None:
-        """Which parameters (by name) got a gradient from this rank this step."""
-        if present and self.has_tokens:
+    def mark_present(self, lane: MicroBatch, present: Mapping[str, bool] | None) -> None:
+        """Which parameters (by name) got a gradient from this micro-batch, or one of this rank before it."""
+        if present and lane.has_tokens:
             self.machine.mark_present(self.number, present)
 
     def note_compute_end(self) -> None:

@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from slidedp.compiler.ops import Stream
+from slidedp.executor.pulse import Pulse, place_of
 from slidedp.executor.tickets import Aborted, Ticket
 from slidedp.executor.updates import UpdateStream
 from slidedp.executor.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, DeviceQueue, Task, Worker
@@ -69,7 +70,11 @@ class OpStream(Worker):
             timing = streams.trace is not None
             start = time.perf_counter() if timing else 0.0
             begin = device.record(blocking=False, timing=True) if timing and device is not None else None
+            if streams.pulse is not None:
+                streams.pulse.started(self.stream, ticket.name)
             fn()
+            if streams.pulse is not None:
+                streams.pulse.ended(self.stream)
             if device is not None:
                 tracked = ticket.tracked or timing
                 ticket.event = device.record(blocking=tracked, timing=timing)
@@ -114,6 +119,8 @@ class OpStream(Worker):
                 ticket.event.synchronize()
                 if begin is not None and self._streams.trace is not None and self.device is not None:
                     self._streams.trace(ticket.name, self.stream, self.device.time_s(begin), self.device.time_s(ticket.event))
+                if self._streams.pulse is not None:
+                    self._streams.pulse.progressed(self.stream)
                 ticket._mark_done()
             except BaseException as exc:
                 self._streams.abort(exc)
@@ -163,6 +170,7 @@ class Streams(Mapping[Stream, Worker]):
         trace: Trace | None = None,
     ) -> None:
         self.delay, self.trace = delay, trace
+        self.pulse: Pulse | None = None  # of several ranks: who is told of every op
         self.error: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -197,6 +205,10 @@ class Streams(Mapping[Stream, Worker]):
                 self.error = error.__cause__ if isinstance(error, Aborted) and error.__cause__ is not None else error
         for member in list(self._members.values()):
             member._abort(self.error)
+
+    def place_of(self, stream: Stream) -> str:
+        """What the Python code of a stream's op is at just now."""
+        return place_of(self._members[stream]._thread)
 
     def check(self) -> None:
         """Raises :class:`Aborted` from the first error, if there was one."""

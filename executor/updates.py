@@ -163,6 +163,8 @@ class UpdateStream(PriorityStream):
         streams = self._streams
         try:
             finished(result)
+            if streams.pulse is not None:
+                streams.pulse.progressed(self.stream)
             if streams.trace is not None:
                 streams.trace(ticket.name, self.stream, start, end)
             ticket._mark_done()

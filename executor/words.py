@@ -33,10 +33,16 @@ _POLL_FIRST_S, _POLL_LAST_S = 20e-6, 1e-3
 LEFT = -1
 """In place of a rank's process id (see liveness.py): it has closed its plan and will publish nothing more."""
 _LINE = 8  # int64s in a cache line: each rank's cells start on their own
+PULSE_INTS = 11 * _LINE
+"""int64s of a rank's row in `Words.pulse`; see pulse.py."""
+_STEP_OF_PULSE = 2  # where pulse.py keeps the last step that a rank has begun
 
 
 class PeerError(RuntimeError):
-    """Another rank died, hung, diverged or gave up; the message names it and says what it said. `rank`: which."""
+    """Another rank died, hung, diverged or gave up; the message names it and says what it said. `rank`: which.
+
+    The rank that hung gets one too, of itself.
+    """
 
     def __init__(self, rank: int, message: str) -> None:
         self.rank = rank
@@ -46,6 +52,7 @@ class PeerError(RuntimeError):
 class AbortReason(IntEnum):
     ERROR = 1
     DIED = 2
+    HUNG = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,8 @@ class AbortRecord:
     text: str
 
     def error(self) -> PeerError:
-        return PeerError(self.rank, f"rank {self.rank} stopped the run: {self.text}")
+        what = self.text if self.reason is AbortReason.HUNG else f"rank {self.rank} stopped the run: {self.text}"
+        return PeerError(self.rank, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,7 @@ class WordsLayout:
             "norms": 2 * n * _LINE,  # [parity, rank, (float64 bits)]
             "abort": n * (_LINE + _TEXT_BYTES // 8),  # [rank, (state, rank at fault, reason, text bytes), text]
             "alive": n * _LINE,  # [rank, (pid, start time)], see liveness.py
+            "pulse": n * PULSE_INTS,  # [rank], see pulse.py
             "present": 2 * n * self.row // 8,  # uint8 [parity, rank, param]
             "rows": 2 * n * self.mask // 8,  # uint8 [parity, rank, row]
         }
@@ -127,6 +136,7 @@ class Words:
         self._norms = part["norms"].reshape(2, n, _LINE)
         self._aborts = part["abort"].reshape(n, -1)
         self.alive = part["alive"].reshape(n, _LINE)
+        self.pulse = part["pulse"].reshape(n, PULSE_INTS)
         self._present = part["present"].view(np.uint8).reshape(2, n, layout.row)[:, :, : layout.num_params]
         self._rows = part["rows"].view(np.uint8).reshape(2, n, layout.mask)
         self._num_exchanges = 0
@@ -149,6 +159,11 @@ class Words:
     def own(self, word: int) -> int:
         """The step of `word` that this rank has published last."""
         return int(self._words[word][self.rank])
+
+    def each(self, word: int) -> list[int]:
+        """The step of `word` that each rank has published last, as it looks from here."""
+        values: list[int] = self._words[word].tolist()
+        return values
 
     def highest(self, word: int) -> int:
         """The latest step of `word` that any rank has published (acquire)."""
@@ -315,8 +330,9 @@ class Words:
             rank = int(np.argmax(self.alive[:, 0] == LEFT))
             raise PeerError(
                 rank,
-                f"rank {rank} has closed its plan while rank {self.rank} still waits for it; "
-                "every rank must run the same number of steps",
+                f"rank {rank} has closed its plan after step {int(self.pulse[rank, _STEP_OF_PULSE])} while rank {self.rank} "
+                "still waits for it in a later one; every rank must run the same number of steps (is its data loader a batch "
+                "short?)",
             )
 
     def store(self, row: np.ndarray, index: int, value: int) -> None:

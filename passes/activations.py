@@ -12,10 +12,8 @@ from functools import cached_property
 from itertools import count
 from typing import ClassVar
 
-from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.layergraph import Stage
-from slidedp.compiler.memory import activation_slots, moved_bytes, movers, num_places
-from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.memory import Mover, activation_slots, movers, num_places, num_places_back
+from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream, in_lane
 from slidedp.passes.base import Pass, insert_after
 
 
@@ -34,34 +32,37 @@ class Activations(Pass):
             graph = self.move(graph, head, leaving, staying)
         return graph.with_(slots=graph.slots + activation_slots(self.layers, self.decisions))
 
-    def move(self, graph: OpGraph, head: str, leaving: list[Stage], staying: list[Stage]) -> OpGraph:
-        out, back = Moves(head, [*leaving, *staying], self.decisions), Moves(f"back.{head}", leaving[::-1], self.decisions)
+    def move(self, graph: OpGraph, head: str, leaving: list[Mover], staying: list[Mover]) -> OpGraph:
+        num_out, num_back = num_places(self.layers, self.decisions, head), num_places_back(self.decisions, head)
+        position = {s.name: i for i, s in enumerate(self.layers.stages)}
+        returning = sorted(leaving, key=lambda m: (-position[m.stage.name], m.lane))  # the order of the backward
+        out, back = Moves(head, [*leaving, *staying], num_out), Moves(f"back.{head}", returning, num_back)
         ops = tuple(self.locate(op, head, out.there, back.there) for op in graph.ops)
         maker = {ref.value: op.name for op in ops for ref in op.writes}
         last_user = {ref.value: op.name for op in ops for ref in op.reads}
         after: dict[str, list[Op]] = {}
-        for s in leaving:
-            after.setdefault(maker[f"{head}.{s.name}"], []).append(self.offload(head, s, out.there[s.name]))
-        for i, s in enumerate(leaving[::-1]):
+        for m in leaving:
+            after.setdefault(maker[f"{head}.{m.name}"], []).append(self.offload(m, out.there[m.name]))
+        for i, m in enumerate(returning):
             before = back.occupant_before(i)
             anchor = last_user[f"back.{head}.{before.name}"] if before else last_forward(ops)
-            after.setdefault(anchor, []).append(self.reload(head, s, back.there[s.name]))
+            after.setdefault(anchor, []).append(self.reload(m, back.there[m.name]))
         return graph.with_(ops=insert_after(ops, after))
 
-    def offload(self, head: str, s: Stage, here: Ref) -> Op:
-        return Op(f"act_offload.{head}.{s.name}", OpKind.ACT_OFFLOAD, Stream.D2H, s.name, None, (here,), (on_host(head, s),),
-                  bytes=moved_bytes(s, head))
+    def offload(self, m: Mover, here: Ref) -> Op:
+        return Op(f"act_offload.{m.head}.{m.name}", OpKind.ACT_OFFLOAD, Stream.D2H, m.stage.name, None, (here,), (on_host(m),),
+                  bytes=m.num_bytes)
 
-    def reload(self, head: str, s: Stage, there: Ref) -> Op:
-        return Op(f"act_reload.{head}.{s.name}", OpKind.ACT_RELOAD, Stream.H2D, s.name, None, (on_host(head, s),), (there,),
-                  bytes=moved_bytes(s, head))
+    def reload(self, m: Mover, there: Ref) -> Op:
+        return Op(f"act_reload.{m.head}.{m.name}", OpKind.ACT_RELOAD, Stream.H2D, m.stage.name, None, (on_host(m),), (there,),
+                  bytes=m.num_bytes)
 
     def locate(self, op: Op, head: str, out: dict[str, Ref], back: dict[str, Ref]) -> Op:
         """`op` with its reads and writes where they are. A backward also reads the layer's inputs: its graph refers to them."""
         in_backward = op.kind in (OpKind.RECOMPUTE, OpKind.BACKWARD)
-        reads = op.reads
-        if head == "h" and op.kind is OpKind.BACKWARD and op.layer in out:
-            reads += (Ref(f"h.{op.layer}"),)
+        reads, inputs = op.reads, in_lane(op.layer, op.lane, self.layers.num_lanes)
+        if head == "h" and op.kind is OpKind.BACKWARD and inputs in out:
+            reads += (Ref(f"h.{inputs}"),)
 
         def located(ref: Ref, read: bool) -> Ref:
             layer = ref.value.removeprefix(f"{head}.")
@@ -74,28 +75,24 @@ class Activations(Pass):
 
 @dataclass(frozen=True)
 class Moves:
-    """Values of `stages`, in the order in which they take places of the window `pool` in turn."""
+    """`values`, in the order in which they take places of the window `pool` in turn."""
 
     pool: str
-    stages: list[Stage]
-    decisions: Decisions
-
-    @property
-    def num_places(self) -> int:
-        return num_places(self.decisions, self.pool.removeprefix("back."))
+    values: list[Mover]
+    num_places: int
 
     @cached_property
     def there(self) -> dict[str, Ref]:
-        """Layer -> the value in its place."""
+        """Layer and lane -> the value in its place."""
         places = (f"{self.pool}[{i % self.num_places}]" for i in count())
-        return {s.name: Ref(f"{self.pool}.{s.name}", place=place) for s, place in zip(self.stages, places, strict=False)}
+        return {m.name: Ref(f"{self.pool}.{m.name}", place=place) for m, place in zip(self.values, places, strict=False)}
 
-    def occupant_before(self, i: int) -> Stage | None:
-        return self.stages[i - self.num_places] if i >= self.num_places else None
+    def occupant_before(self, i: int) -> Mover | None:
+        return self.values[i - self.num_places] if i >= self.num_places else None
 
 
-def on_host(head: str, s: Stage) -> Ref:
-    return Ref(f"off.{head}.{s.name}", place=f"off.{head}.{s.name}")
+def on_host(m: Mover) -> Ref:
+    return Ref(f"off.{m.head}.{m.name}", place=f"off.{m.head}.{m.name}")
 
 
 def last_forward(ops: tuple[Op, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Defers updates until the norm of all gradients is known, so that they can be clipped by it, or left out.
+"""Has updates wait for the norm of all gradients, so that they can be clipped by it, or left out.
 
 The norm is taken where each gradient is and in the order in which gradients come: of a group's when the last stage has added
 to it, on the GPU; on several ranks, of each chunk's sum, on whatever stream has made it, so that no buffer is held up.
@@ -8,7 +8,18 @@ to it, on the GPU; on several ranks, of each chunk's sum, on whatever stream has
     norm             several ranks: this rank's sum of squares, where all can see it  norm
     clip             the factor for every gradient, on every rank the same            clip
 
-Every update reads `clip`, and so stands behind it: first those that the next step needs first. Nothing else is held up by it.
+Deferred updates read `clip`, and so stand behind it: first those that the next step needs first. Nothing else is held up by it.
+Those of a group that speculates stay where they are, as its gradient arrives, and make a candidate instead of the next version:
+
+    cpu_update.L03.c0    H.L03, P.L03@0 -> C.L03            during the backward, unclipped
+    settle.L03.c0        C.L03, H.L03, P.L03@0, clip -> P.L03@1, S.L03@1
+
+If there is nothing to clip, to settle is to take the candidate: its buffer becomes that of the state, no byte moves. Else the
+update is done again from the old state, which is still there, and the gradient, which every group has a host buffer of its own
+for; or, on a step that is left out, nothing is. A candidate of a gradient that is not finite is one that nobody takes.
+
+Which groups should speculate? An update pays for its second buffers if its gradient comes early, so that the cores would
+otherwise wait for the norm: the last layers. Of the first, the update could hardly begin before the norm is known.
 """
 
 from __future__ import annotations
@@ -19,14 +30,16 @@ from typing import ClassVar
 
 from slidedp.compiler.decisions import Update
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.residency import speculates
 from slidedp.passes.base import Pass, insert_after
 
 UPDATES = (OpKind.CPU_UPDATE, OpKind.GPU_UPDATE)
+CANDIDATE = "C."
 
 
 @dataclass(frozen=True)
 class Clipping(Pass):
-    """Every update waits for the norm of every gradient that the step updates from."""
+    """No state changes before the norm of every gradient that the step updates from is known."""
 
     name: ClassVar[str] = "clipping"
     requires: ClassVar[frozenset[str]] = frozenset({"updates", "resident updates"})
@@ -35,8 +48,10 @@ class Clipping(Pass):
     def run(self, graph: OpGraph) -> OpGraph:
         if not self.training or self.decisions.update is not Update.DEFERRED:
             return graph
-        late = [op for op in graph.ops if op.kind in UPDATES or any(ref.value.startswith("W.resident.") for ref in op.writes)]
-        early = [op for op in graph.ops if op not in late]
+        ahead = {op.name: op for op in graph.ops if op.kind is OpKind.CPU_UPDATE and self.speculates(op)}
+        late = [settle(op) if op.name in ahead else op for op in graph.ops
+                if op.kind in UPDATES or any(ref.value.startswith("W.resident.") for ref in op.writes)]
+        early = [candidate(op) if op.name in ahead else op for op in graph.ops if op.name in ahead or op not in late]
         after: dict[str, list[Op]] = defaultdict(list)
         for producer, gradient in self.gradients(early):
             after[producer.name].append(self.partial(producer, gradient))
@@ -45,6 +60,9 @@ class Clipping(Pass):
         updates = sorted(late, key=lambda op: needed[op.layer])  # stable: a group's chunks stay in order
         ops = (*insert_after(early, after), *self.combined(partials), *map(self.clipped, updates))
         return graph.with_(ops=ops)
+
+    def speculates(self, op: Op) -> bool:
+        return speculates(self.decisions, self.layers.group(op.layer))
 
     def gradients(self, ops: list[Op]) -> list[tuple[Op, Ref]]:
         """What updates read, but for copies: each gradient, or chunk of its sum over the ranks, and the op that completes it."""
@@ -72,7 +90,22 @@ class Clipping(Pass):
 
     @staticmethod
     def clipped(op: Op) -> Op:
-        return replace(op, reads=(*op.reads, Ref("clip"))) if op.kind in UPDATES else op
+        return replace(op, reads=(*op.reads, Ref("clip"))) if op.kind in (*UPDATES, OpKind.SETTLE) else op
+
+
+def candidate(update: Op) -> Op:
+    """`update` of a group that speculates: what it makes is not the state yet. It moves the same bytes."""
+    return replace(update, writes=(made_by(update),))
+
+
+def settle(update: Op) -> Op:
+    """Makes the candidate of `update` the state's next version, or does the update again."""
+    return replace(update, name=update.name.replace("cpu_update.", "settle."), kind=OpKind.SETTLE, bytes=0,
+                   reads=(made_by(update), *update.reads))
+
+
+def made_by(update: Op) -> Ref:
+    return replace(update.writes[0], value=f"{CANDIDATE}{update.layer}", version=0)
 
 
 def is_sum(op: Op, ref: Ref) -> bool:

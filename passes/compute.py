@@ -1,7 +1,9 @@
 """Lowers stages to compute ops: forward in order, the loss, then each layer's backward in reverse, after its recompute if
-it has kept nothing.
+it has kept nothing; each for all micro-batches (lanes) of the step in turn, so that a layer's weights are there for all of them.
 
-The result has no transfers yet: weights (`W`) and gradients (`G`) are named but come from and go to nowhere.
+The result has no transfers yet: weights (`W`) and gradients (`G`) are named but come from and go to nowhere. Gradients are summed
+over the lanes in their order: in `G` itself if it is FP32, else in an FP32 sum of the stage (`A`), which the last lane rounds.
+What several stages add to (a tied embedding) is summed stage by stage, so its last bits are not those of one lane after another.
 """
 
 from __future__ import annotations
@@ -11,28 +13,30 @@ from typing import ClassVar
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import Group, Stage, StageKind
-from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream
+from slidedp.compiler.memory import sums_apart
+from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream, in_lane
 from slidedp.compiler.residency import is_resident, is_windowed
 from slidedp.passes.base import Pass, weights
 
 
 @dataclass(frozen=True)
 class Compute(Pass):
-    """One op a stage and phase, on the `gpu` stream, with the values it reads and writes."""
+    """One op a stage, phase and lane, on the `gpu` stream, with the values it reads and writes."""
 
     name: ClassVar[str] = "compute"
     provides: ClassVar[frozenset[str]] = frozenset({"compute"})
 
     def run(self, graph: OpGraph) -> OpGraph:
-        ops = [self.forward(i) for i in range(len(self.layers.stages) - 1)]
-        ops.append(self.epilogue())
+        lanes, last = range(self.layers.num_lanes), len(self.layers.stages) - 1
+        ops = [self.forward(i, lane) for i in range(last) for lane in lanes]
+        ops += [self.epilogue(lane) for lane in lanes]
         if self.training:
-            for stage in reversed(self.layers.layers):
-                ops += [] if self.keeps(stage) else [self.recompute(stage)]
-                ops.append(self.backward(stage))
-            prologue = self.layers.stages[0]
-            if any(g.trainable for g in self.groups(prologue)):
-                ops.append(self.prologue_backward(prologue))
+            for i in reversed(range(1, last)):
+                for lane in lanes:
+                    ops += [] if self.keeps(self.layers.stages[i]) else [self.recompute(i, lane)]
+                    ops.append(self.backward(i, lane))
+            if any(g.trainable for g in self.groups(self.layers.stages[0])):
+                ops += [self.prologue_backward(lane) for lane in lanes]
         groups = tuple(replace(g, params=()) for g in self.layers.groups)  # the ops need sizes; names stay in the LayerGraph
         return graph.with_(ops=self.number_gradients(ops), groups=groups, world_size=self.layers.world_size)
 
@@ -55,46 +59,73 @@ class Compute(Pass):
             return use
         return "resident" if is_resident(group, self.decisions.of(group.name)) else "step"
 
-    def gradient_refs(self, stage: Stage) -> tuple[Ref, ...]:
-        return tuple(Ref(f"G.{g.name}", version=1) for g in self.groups(stage) if g.trainable)
+    def gradient_refs(self, stage: Stage, lane: int) -> tuple[Ref, ...]:
+        """What the lane adds to: the gradients, or FP32 sums of them, which the last lane rounds into the gradients."""
+        trained = [g.name for g in self.groups(stage) if g.trainable]
+        gradients = tuple(Ref(f"G.{name}", version=1) for name in trained)
+        if not sums_apart(self.layers):
+            return gradients
+        sums = tuple(Ref(f"A.{stage.name}.{name}", lane + 1) for name in trained)
+        return sums + gradients * (lane == self.layers.num_lanes - 1)
 
-    def forward(self, i: int) -> Op:
-        stage, after = self.layers.stages[i], self.layers.stages[i + 1]
-        out: tuple[Ref, ...] = (Ref(f"h.{after.name}"),)
+    def sum_refs(self, stage: Stage, lane: int) -> tuple[Ref, ...]:
+        """Sums over the lanes before this one."""
+        if not sums_apart(self.layers) or not lane:
+            return ()
+        return tuple(Ref(f"A.{stage.name}.{g.name}", lane) for g in self.groups(stage) if g.trainable)
+
+    def value(self, name: str, lane: int) -> Ref:
+        return Ref(in_lane(name, lane, self.layers.num_lanes))
+
+    def op(self, name: str, kind: OpKind, stage: Stage, lane: int, reads: tuple[Ref, ...], writes: tuple[Ref, ...],
+           num_bytes: int = 0, flops: int = 0) -> Op:
+        return Op(in_lane(name, lane, self.layers.num_lanes), kind, Stream.GPU, stage.name, None, reads, writes, bytes=num_bytes,
+                  flops=flops)
+
+    def forward(self, i: int, lane: int) -> Op:
+        stage, after = self.layers.each_lane[lane][i : i + 2]
+        const, out = self.value("const", lane), [self.value(f"h.{after.name}", lane)]
         if stage.kind is StageKind.PROLOGUE:
             reads: tuple[Ref, ...] = (Ref("batch"),)
             name, kind = stage.name, OpKind.PROLOGUE
-            out += (Ref("const"),)
+            out.append(const)
         else:
-            reads = (Ref(f"h.{stage.name}"), Ref("const"))
+            reads = (self.value(f"h.{stage.name}", lane), const)
             name, kind = f"fwd.{stage.name}", OpKind.FORWARD
-            out += (Ref(f"act.{stage.name}"),) * self.keeps(stage) + (Ref(f"sel.{stage.name}"),) * self.selects(stage)
-        return Op(name, kind, Stream.GPU, stage.name, None, reads + self.weight_refs(stage, "fwd"), out,
-                  bytes=after.boundary_bytes, flops=stage.flops)
+            out += [self.value(f"act.{stage.name}", lane)] * self.keeps(stage)
+            out += [self.value(f"sel.{stage.name}", lane)] * self.selects(stage)
+        reads += self.weight_refs(stage, "fwd")
+        return self.op(name, kind, stage, lane, reads, tuple(out), after.boundary_bytes, stage.flops)
 
-    def epilogue(self) -> Op:
-        stage = self.layers.stages[-1]
-        reads = (Ref(f"h.{stage.name}"), Ref("const"), *self.weight_refs(stage, "fwd"))
-        grads = (Ref(f"d.{stage.name}"), *self.gradient_refs(stage)) if self.training else ()
-        return Op(stage.name, OpKind.EPILOGUE, Stream.GPU, stage.name, None, reads, (Ref("loss"), *grads),
-                  bytes=stage.activation_bytes, flops=stage.flops * (3 if self.training else 1))
+    def epilogue(self, lane: int) -> Op:
+        stage = self.layers.each_lane[lane][-1]
+        reads = (self.value(f"h.{stage.name}", lane), self.value("const", lane), *self.weight_refs(stage, "fwd"))
+        writes = [self.value("loss", lane)]
+        if self.training:
+            reads += self.sum_refs(stage, lane)
+            writes += [self.value(f"d.{stage.name}", lane), *self.gradient_refs(stage, lane)]
+        return self.op(stage.name, OpKind.EPILOGUE, stage, lane, reads, tuple(writes), stage.activation_bytes,
+                       stage.flops * (3 if self.training else 1))
 
-    def recompute(self, stage: Stage) -> Op:
-        selected = (Ref(f"sel.{stage.name}"),) * self.selects(stage)
-        reads = (Ref(f"h.{stage.name}"), Ref("const"), *selected, *self.weight_refs(stage, "bwd"))
-        return Op(f"recompute.{stage.name}", OpKind.RECOMPUTE, Stream.GPU, stage.name, None, reads,
-                  (Ref(f"act.{stage.name}"),), bytes=stage.activation_bytes, flops=stage.flops)
+    def recompute(self, i: int, lane: int) -> Op:
+        stage = self.layers.each_lane[lane][i]
+        selected = (self.value(f"sel.{stage.name}", lane),) * self.selects(stage)
+        reads = (self.value(f"h.{stage.name}", lane), self.value("const", lane), *selected, *self.weight_refs(stage, "bwd"))
+        return self.op(f"recompute.{stage.name}", OpKind.RECOMPUTE, stage, lane, reads, (self.value(f"act.{stage.name}", lane),),
+                       stage.activation_bytes, stage.flops)
 
-    def backward(self, stage: Stage) -> Op:
-        following = self.layers.stages[self.layers.stages.index(stage) + 1]
-        reads = (Ref(f"act.{stage.name}"), Ref(f"d.{following.name}"), *self.weight_refs(stage, "bwd"))
-        return Op(f"bwd.{stage.name}", OpKind.BACKWARD, Stream.GPU, stage.name, None, reads,
-                  (Ref(f"d.{stage.name}"), *self.gradient_refs(stage)), bytes=stage.boundary_bytes, flops=2 * stage.flops)
+    def backward(self, i: int, lane: int) -> Op:
+        stage, following = self.layers.each_lane[lane][i : i + 2]
+        reads = (self.value(f"act.{stage.name}", lane), self.value(f"d.{following.name}", lane), *self.weight_refs(stage, "bwd"),
+                 *self.sum_refs(stage, lane))
+        writes = (self.value(f"d.{stage.name}", lane), *self.gradient_refs(stage, lane))
+        return self.op(f"bwd.{stage.name}", OpKind.BACKWARD, stage, lane, reads, writes, stage.boundary_bytes, 2 * stage.flops)
 
-    def prologue_backward(self, stage: Stage) -> Op:
-        reads = (Ref(f"d.{self.layers.stages[1].name}"), *self.weight_refs(stage, "fwd"))
-        return Op(f"bwd.{stage.name}", OpKind.BACKWARD, Stream.GPU, stage.name, None, reads, self.gradient_refs(stage),
-                  flops=2 * stage.flops)
+    def prologue_backward(self, lane: int) -> Op:
+        stage, following = self.layers.each_lane[lane][:2]
+        reads = (self.value(f"d.{following.name}", lane), *self.weight_refs(stage, "fwd"), *self.sum_refs(stage, lane))
+        return self.op(f"bwd.{stage.name}", OpKind.BACKWARD, stage, lane, reads, self.gradient_refs(stage, lane),
+                       flops=2 * stage.flops)
 
     def number_gradients(self, ops: list[Op]) -> tuple[Op, ...]:
         """A gradient with several contributions is ``G@1``, ``G@2``…: each after the first reads what it adds to."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.memory import num_window_slots
+from slidedp.compiler.memory import num_window_slots, sum_places, sum_slots
 from slidedp.compiler.ops import Op, OpGraph, Ref, Slot
 from slidedp.compiler.residency import held_groups, is_windowed, resident_groups, state_bytes, waits_in_hbm, windowed_groups
 from slidedp.passes.base import Pass, weights
@@ -30,7 +30,7 @@ class Slots(Pass):
         windowed = windowed_groups(self.layers, self.decisions)
         kept = self.kept_at_the_turn(windowed)
         ops = [replace(op, reads=tuple(self.rename(ref, kept) for ref in op.reads)) for op in graph.ops]
-        place = self.weight_places(ops) | self.gradient_places(ops)
+        place = self.weight_places(ops) | self.gradient_places(ops) | sum_places(self.layers)
         ops = [replace(op, reads=tuple(locate(r, place) for r in op.reads), writes=tuple(locate(r, place) for r in op.writes))
                for op in ops]
         return graph.with_(ops=tuple(ops), slots=graph.slots + self.pools(windowed))
@@ -93,6 +93,7 @@ class Slots(Pass):
             if self.training and g.trainable and not self.shares_gradient_slots(g):
                 out.append(Slot(f"gheld.{g.name}", 1, grad_size * g.num_trainable))
         if self.training:
+            out += sum_slots(self.layers)
             resident = [g for g in resident_groups(self.layers, self.decisions) if g.trainable]
             out += [Slot(f"state.{g.name}", 1, state_bytes(g, self.layers.world_size)) for g in resident]
         return tuple(out)

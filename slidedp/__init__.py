@@ -19,13 +19,14 @@ from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile import PlanFile
 from slidedp.executor.adam import NonFiniteGradient
 from slidedp.executor.checkpoint_files import CheckpointError
+from slidedp.executor.saving import SaveHandle
 from slidedp.executor.segment import HostMemoryError
 from slidedp.executor.step import NonFiniteLoss, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
-from slidedp.plan import Plan
+from slidedp.plan import Plan, StopAsked
 from slidedp.version import __version__
 
 load_plan = PlanFile.load
@@ -46,7 +47,9 @@ __all__ = [
     "PlanDiff",
     "PlanFile",
     "Report",
+    "SaveHandle",
     "StepResult",
+    "StopAsked",
     "TraceError",
     "VerifyError",
     "__version__",

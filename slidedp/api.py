@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slidedp.batch import Batches
 from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Update
@@ -19,7 +20,7 @@ from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
-from slidedp.executor.options import MachineOptions, update_threads
+from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S, MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
 from slidedp.planner import DTYPE_NAMES, Settings
@@ -32,7 +33,7 @@ def compile(
     model: nn.Module,
     hw_profile: str | Path | HardwareProfile = "auto",
     *,
-    example: Mapping[str, Tensor] | None = None,
+    example: Batches | None = None,
     loss_fn: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | int]] | None = None,
     optimizer: AdamW | None = None,
     policy: Policy = None,
@@ -51,6 +52,8 @@ def compile(
     solver: str = "cp-sat",
     hint: PlanFile | str | Path | None = None,
     cache_dir: str | Path | None = None,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    peer_absence_s: float = PEER_ABSENCE_S,
 ) -> Plan:
     """Plan full-parameter training of `model`; the returned plan's `run(batch)` is one synchronous optimizer step.
 
@@ -59,7 +62,8 @@ def compile(
             ranks other than 0 may build it on the `meta` device: rank 0's weights are everyone's.
         hw_profile: built-in name, YAML path, HardwareProfile; "auto": as measured here before (`slidedp profile`), else the
             built-in one nearest to this machine; "measure": measured now (some 10 s) and kept.
-        example: a sample batch (this rank's share). Without it the plan is finished at the first `run`.
+        example: a sample batch (this rank's share), or a sequence of micro-batches. Without it the plan is finished at the first
+            `run`.
         loss_fn: ``(outputs, batch) -> (loss_sum, count)``; default: the model's own mean loss over its valid labels.
         optimizer: default ``AdamW()``.
         policy: choices to pin: mapping, YAML path, or a loaded plan; the solver fills the rest.
@@ -68,7 +72,8 @@ def compile(
         compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
         grad_dtype: of gradients returned to the host; default `compute_dtype`.
         max_grad_norm: clip by the exact norm of all gradients of all ranks, as `torch.nn.utils.clip_grad_norm_` does (inf: only
-            take it). Updates then wait for the norm, and run under the next forward (decision `update`: deferred).
+            take it). Updates then wait for the norm and run under the next forward (decision `update`: deferred), or, of as many
+            layers as that makes the step faster and the host has room for, go ahead into second buffers (speculative).
         skip_nonfinite: leave out a step with a NaN or Inf in loss or gradients as a whole, instead of raising; default: if
             `max_grad_norm` is given. Updates wait too.
         device: default: this rank's GPU if there is one, else the CPU.
@@ -81,6 +86,10 @@ def compile(
         solver: "cp-sat" (never worse than the rule, in simulation; tiny steps are left to it) or "rule". Rank 0 decides for all.
         hint: an earlier plan to start from, and to keep if it is as good as proven best.
         cache_dir: where measurements and solved plans are kept: default $SLIDEDP_CACHE, else ``~/.cache/slidedp``; "": nowhere.
+        peer_timeout_s: of several ranks: seconds without any op done, on any rank, after which a step hangs: all ranks then
+            raise a PeerError that names the rank at fault and the op that it is in. inf: wait for ever.
+        peer_absence_s: the same for a rank that does not call `run` while others wait in theirs, for whatever reason of its own
+            (evaluation, saving, loading data); after `peer_timeout_s` a message tells where it is. At least as long as that.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -104,7 +113,9 @@ def compile(
         raise ValueError(f"num_threads={num_threads!r}: a positive number of CPU threads for the update")
     if update_kernel not in ("auto", "native", "torch"):
         raise ValueError(f"update_kernel={update_kernel!r}: use 'auto', 'native' or 'torch'")
+    check_patience(peer_timeout_s, peer_absence_s)
     pins = load_policy(policy)
+    open_to_speculation = not pins_updates(pins)
     if skip or max_grad_norm is not None:
         pins = deferred(pins)
     settings = Settings(
@@ -115,9 +126,11 @@ def compile(
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
         cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
-        solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint))
+        solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint),
+        may_speculate=open_to_speculation and ranks.rank == 0)
     options = MachineOptions(update_kernel, num_threads, skip_nonfinite=skip,
-                             max_grad_norm=None if max_grad_norm is None else float(max_grad_norm))
+                             max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
+                             peer_timeout_s=float(peer_timeout_s), peer_absence_s=float(peer_absence_s))
     return Plan(model, settings, ranks, optimizer or AdamW(), options, example)
 
 
@@ -128,6 +141,21 @@ def deferred(policy: Mapping[str, Any] | PlanFile | None) -> Mapping[str, Any] |
         raise ValueError("clipping, and leaving out steps that are not finite, need the norm of all gradients before any update, "
                          "but the policy has update: in_backward; set `update: deferred` in it")
     return policy if isinstance(policy, PlanFile) else {**(policy or {}), "update": pinned}
+
+
+def check_patience(peer_timeout_s: float, peer_absence_s: float) -> None:
+    for name, seconds in (("peer_timeout_s", peer_timeout_s), ("peer_absence_s", peer_absence_s)):
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"{name}={seconds!r}: a positive number of seconds, inf to wait for ever")
+
+
+def pins_updates(policy: Mapping[str, Any] | PlanFile | None) -> bool:
+    """True if `policy` says when updates run, of all groups or of some."""
+    if policy is None or isinstance(policy, PlanFile):
+        return policy is not None
+    layers = policy.get("layers")
+    of_layers = layers.values() if isinstance(layers, Mapping) else ()
+    return "update" in policy or any(isinstance(pins, Mapping) and "update" in pins for pins in of_layers)
 
 
 def check_solver(solver: str) -> str:

@@ -48,25 +48,39 @@ def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, kee
 
     Raises ValueError for an `extra` that is not JSON; on every rank if a rank cannot write. What was there stays as it was.
     """
+    collectives, state, model, device = machine.collectives, machine.state, machine.binding.model, machine.backend.device
+    training = facts_of_training(machine, extra, keep, optimizer)
+    target = begin_on_all(directory, training["step"], collectives, files)
+    moments = ResidentMoments(state, machine.resident, collectives)
+    mine = on_all(collectives, lambda: content.write_part(partial_of(target), state, model, training, device, files, moments))
+    publish_on_all(machine, target, training["step"], mine, keep, collectives, files)
+    return target
+
+
+def facts_of_training(machine: Machine, extra: Mapping[str, Any] | None, keep: int,
+                      optimizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What training.json says of the drained `machine`. ValueError for an `extra` or a `keep` that will not do."""
     if keep < 1:
         raise ValueError(f"keep={keep!r}: at least the checkpoint being saved is kept")
-    collectives, state, model = machine.collectives, machine.state, machine.binding.model
-    step = machine.num_steps + machine.steps_before
-    training = {"step": step, "step_counts": machine.adam.steps, "optimizer": dict(optimizer or {}),
-                "extra": as_json(extra)}
+    return {"step": machine.num_steps + machine.steps_before, "step_counts": machine.adam.steps,
+            "optimizer": dict(optimizer or {}), "extra": as_json(extra)}
 
+
+def begin_on_all(directory: Path, step: int, collectives: Collectives, files: FileLayer) -> Path:
+    """Where the checkpoint will be; its partial directory is there. Collective."""
     def start() -> bytes:
         return begin(directory, step, files).name.encode() if collectives.rank == 0 else b""
 
-    name = collectives.broadcast_bytes(on_all(collectives, start))
-    target = directory / name.decode()
-    partial, device = partial_of(target), machine.backend.device
-    moments = ResidentMoments(state, machine.resident, collectives)
-    mine = on_all(collectives, lambda: content.write_part(partial, state, model, training, device, files, moments))
-    facts = gather_facts(content.file_names(state, model), mine, collectives)
-    manifest = {"step": step, "ranks": collectives.world_size, "parameters": content.names_of(list(state.groups.values()))}
+    return directory / collectives.broadcast_bytes(on_all(collectives, start)).decode()
+
+
+def publish_on_all(machine: Machine, target: Path, step: int, mine: Mapping[str, FileFact], keep: int,
+                   collectives: Collectives, files: FileLayer) -> None:
+    """The files of all ranks, synced, become the newest checkpoint. `mine`: facts of this rank's. Collective."""
+    facts = gather_facts(content.file_names(machine.state, machine.binding.model), mine, collectives)
+    groups = list(machine.state.groups.values())
+    manifest = {"step": step, "ranks": collectives.world_size, "parameters": content.names_of(groups)}
     on_all(collectives, lambda: publish(target, facts, manifest, keep, files) if collectives.rank == 0 else None)
-    return target
 
 
 def as_json(extra: Mapping[str, Any] | None) -> Any:

@@ -1,5 +1,6 @@
-"""The command line: ``slidedp plan | simulate | show | explain | diff | check | profile | passes``; only `profile` runs anything.
+"""The command line: ``slidedp train | plan | estimate | simulate | show | explain | diff | check | profile | passes``.
 
+Only `train` and `profile` run anything.
 The user's mistakes are one line on stderr and exit status 2. `diff` exits 1 when the plans differ.
 """
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from slidedp.api import load_policy
 from slidedp.autopolicy import AutoPlan
 from slidedp.cli_show import add_explain_arguments, add_show_arguments
+from slidedp.cli_train import add_train_arguments
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import check_budgets, check_head
 from slidedp.compiler.diff import diff
@@ -27,6 +29,7 @@ from slidedp.compiler.policy import merge_policies, parse_fixes
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
+from slidedp.estimate import add_estimate_arguments
 from slidedp.hardware import builtin_profiles, load_profile, measure_hardware
 from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
@@ -71,6 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slidedp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    add_train_arguments(commands.add_parser("train", help="train a model as a YAML file says; under torchrun on several ranks"))
+    add_estimate_arguments(commands.add_parser("estimate", help="bytes of device and host that training a model takes"), positive)
     add_plan_arguments(commands.add_parser("plan", help="plan a model on a machine and write the plan"))
 
     add_simulate_arguments(commands.add_parser("simulate", help="the step over batches, ranks and routes, and what binds it"))
@@ -112,6 +117,7 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--host-budget", type=parse_size, metavar="SIZE", help="of the host, all ranks together")
     plan.add_argument("--compute-dtype", choices=sorted(DTYPES), help="default: bfloat16 (float32 without a GPU)")
     plan.add_argument("--grad-dtype", choices=sorted(DTYPES), help="of returned gradients; default: the compute dtype")
+    plan.add_argument("--max-grad-norm", type=float, metavar="X", help="plan for clipping by the norm of all gradients")
     plan.add_argument("--solver", choices=SOLVERS, default="cp-sat", help="default: %(default)s")
     plan.add_argument("--hint", metavar="PLAN", help="an earlier plan to start the solver from")
     plan.add_argument("--cache-dir", metavar="DIR", help="of solved plans; default $SLIDEDP_CACHE or ~/.cache/slidedp; '': none")
@@ -156,8 +162,8 @@ def run_plan(args: argparse.Namespace) -> int:
     plan = plan_on_paper(
         args.model, args.hw, batch=args.batch, seq=args.seq, ranks=args.ranks, policy=read_policy(args.policy, args.fix),
         hbm_budget=args.hbm_budget, host_budget=args.host_budget, compute_dtype=DTYPES.get(args.compute_dtype),
-        grad_dtype=DTYPES.get(args.grad_dtype), solver=args.solver, hint=args.hint, cache_dir=args.cache_dir,
-        on_choice=chosen.append)
+        grad_dtype=DTYPES.get(args.grad_dtype), max_grad_norm=args.max_grad_norm, solver=args.solver, hint=args.hint,
+        cache_dir=args.cache_dir, on_choice=chosen.append)
     warn_of_missing_gpus(args.hw, plan.world_size)
     if dump:
         lower(plan.layers, plan.decisions, hbm_budget=args.hbm_budget, dump=dump)

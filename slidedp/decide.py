@@ -2,26 +2,28 @@
 
 `solver="cp-sat"`, the default, starts from the rule's decisions, which are also what is kept when solving finds nothing better
 in simulation, when the step is tiny (see autopolicy.py: short tests and toys plan as fast as before), and, with one warning,
-where ortools is not installed. Solved decisions are cached by all that they depend on.
+where ortools is not installed. Solved decisions are cached by all that they depend on. Which groups speculate is decided around
+that: see speculation.py.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slidedp.autopolicy import AutoPlan, Problem, auto_plan, is_tiny
 from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices, pinned_slots
 from slidedp.compiler.costs import WithFallback
-from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import check_budgets, default_decisions
+from slidedp.compiler.decisions import Decisions, Update
+from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, default_decisions, num_head_chunks
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.frames import find_frames, smallest_frame
-from slidedp.compiler.infeasible import explain, fitting_start
+from slidedp.compiler.infeasible import explain, fitting_start, least
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memoryrows import memory_rows
@@ -30,6 +32,7 @@ from slidedp.compiler.predict import predict, price
 from slidedp.compiler.timeline import Timeline
 from slidedp.passes.pipeline import lower
 from slidedp.plancache import fingerprint, load_plan_for, store_plan
+from slidedp.speculation import with_fewest, with_most
 
 if TYPE_CHECKING:
     from slidedp.planner import Settings
@@ -47,13 +50,18 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
     if isinstance(policy, PlanFile):
         policy.require(layers)
         return AutoPlan(policy.decisions)
-    problem = problem_of(layers, settings, measurement)
-    try:
-        rule = rule_that_fits(layers, settings, problem)
-    except BudgetError:  # no plan leaves the reserve of budgets.py free; some plan may do without
-        problem = replace(problem, hbm_budget=settings.hw.hbm_bytes if settings.hbm_budget is None else settings.hbm_budget)
-        rule = rule_that_fits(layers, settings, problem)
-    if settings.solver == "rule" or is_tiny(problem, rule):
+    problem, rule = problem_and_rule(layers, settings, measurement)
+    speculates = settings.may_speculate and rule.update is Update.DEFERRED
+    if (settings.solver == "rule" and not speculates) or is_tiny(problem, rule):
+        return AutoPlan(rule)
+    if not speculates:
+        return solved(problem, rule, layers, settings)
+    return with_fewest(problem, solved(problem, with_most(problem, rule), layers, settings))
+
+
+def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Settings) -> AutoPlan:
+    """From the rule's decisions on, as far as there is a solver and it is asked for."""
+    if settings.solver == "rule":
         return AutoPlan(rule)
     if find_spec("ortools") is None:
         warnings.warn("ortools is not installed: the plan is the default rule's, not a solved one (pip install 'ortools>=9.15')",
@@ -61,6 +69,25 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
         return AutoPlan(rule)
     hint = settings.hint.decisions if settings.hint is not None and fits_groups(settings.hint, layers) else None
     return solve_or_recall(problem, rule, hint, settings.cache_dir)
+
+
+def problem_and_rule(layers: LayerGraph, settings: Settings, measurement: Measurement | None = None) -> tuple[Problem, Decisions]:
+    """What there is to solve, and the rule's decisions for it, which fit. BudgetError as of :func:`decide`."""
+    problem = problem_of(layers, settings, measurement)
+    try:
+        return problem, rule_that_fits(layers, settings, problem)
+    except BudgetError:  # no plan leaves the reserve of budgets.py free; some plan may do without
+        problem = replace(problem, hbm_budget=settings.hw.hbm_bytes if settings.hbm_budget is None else settings.hbm_budget)
+        return problem, rule_that_fits(layers, settings, problem)
+
+
+def least_bytes(layers: LayerGraph, settings: Settings) -> dict[str, int]:
+    """The least that any plan needs of each place, ``hbm`` and ``host``, whatever the other one takes."""
+    policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
+    boundless = small_head(layers, by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET)), policy)
+    choices = find_choices(layers, smallest_frame(boundless, pinned_slots(layers, policy)), policy)
+    rows = memory_rows(layers, choices, NO_BUDGET, NO_BUDGET)
+    return {row.place: row.needed(least(row, rows, choices)) for row in rows}
 
 
 def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
@@ -128,6 +155,9 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
         boundless = rule(NO_BUDGET, NO_BUDGET)
         small = smallest_that_fits(problem, boundless, policy)
         if small is None:
+            boundless = small_head(layers, boundless, policy)
+            small = smallest_that_fits(problem, boundless, policy)
+        if small is None:
             choices = find_choices(layers, smallest_frame(boundless, pinned_slots(layers, policy)), policy)
 
             def without_pins() -> bool:
@@ -135,6 +165,13 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
 
             raise explain(layers, choices, problem.rows(choices), without_pins) from error
         return small
+
+
+def small_head(layers: LayerGraph, decisions: Decisions, policy: Mapping[str, Any] | None) -> Decisions:
+    """`decisions` with logits in the smallest chunks that the rule makes, where they can be cut and nobody has pinned it."""
+    if "head_chunks" in (policy or {}) or (layers.head and layers.head.whole):
+        return decisions
+    return replace(decisions, head_chunks=num_head_chunks(layers, HEAD_ROWS[-1]))
 
 
 def smallest_that_fits(problem: Problem, rule: Decisions, policy: object) -> Decisions | None:

@@ -14,14 +14,15 @@ from typing import Any
 
 from slidedp.compiler.binds import Link, links, longest
 from slidedp.compiler.costs import CostModel
-from slidedp.compiler.decisions import Decisions, GroupDecision
+from slidedp.compiler.decisions import Decisions, GroupDecision, Update
 from slidedp.compiler.gantt import duration
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.layergraph import LayerGraph, recut
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.policy import apply_policy, match_groups
+from slidedp.compiler.residency import speculating_groups
 from slidedp.compiler.units import format_bytes
 from slidedp.report import bound_by, wrapped
 from slidedp.what_if import Outcome, WhatIf, what_if
@@ -70,6 +71,8 @@ class Report:
 
     `chain`: the critical cycle, over `cycle_steps` steps, its longest link `bound_by`. `waits_us`: of the time that the GPU
     waits, by the kind of op it waits for. `question`: the decision asked about, or '' for those that matter most.
+    `norm_us`: what it costs that updates wait for the norm of all gradients, against the same plan whose updates do not; None if
+    they do not. `speculating`: how many groups make up for it, and `candidate_bytes` of the host with what.
     """
 
     title: str
@@ -84,9 +87,12 @@ class Report:
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...] = ()
     cycle_steps: int = 1
+    norm_us: int | None = None
+    speculating: int = 0
+    candidate_bytes: int = 0
 
     def __str__(self) -> str:
-        return "\n".join([*self._binding(), *([] if self.question else self._streams()), *self._alternatives(),
+        return "\n".join([*self._binding(), *self._norm(), *([] if self.question else self._streams()), *self._alternatives(),
                           *(line for note in self.notes for line in wrapped(f"note: {note}", "  "))])  # fmt: skip
 
     def _binding(self) -> Iterator[str]:
@@ -95,6 +101,15 @@ class Report:
             yield from wrapped(f"bound by {self.bound_by}: {duration(self.bound_by.time_us)} of the critical cycle", "  ")
         else:
             yield f"bound by {bound_by(self.bottleneck)}"
+
+    def _norm(self) -> Iterator[str]:
+        if self.norm_us is None:
+            return
+        sign = "-" if self.norm_us < 0 else "+"
+        means = f"{self.speculating} groups speculate, in {format_bytes(self.candidate_bytes)} of host memory"
+        yield from wrapped(f"updates wait for the norm of all gradients: {sign}{duration(abs(self.norm_us))} a step "
+                           f"({self.norm_us / max(self.step_us - self.norm_us, 1):+.1%}); "
+                           f"{means if self.speculating else 'no group speculates'}", "  ")
 
     def _streams(self) -> Iterator[str]:
         over = f" of {self.cycle_steps} steps" if self.cycle_steps > 1 else ""
@@ -169,10 +184,16 @@ def explain(
         found = mattering(world, planned)
     line = planned.timeline
     chain = links(line)
+    norm_us = None
+    if planned.decisions.update is Update.DEFERRED:
+        unwaiting = world.outcome(replace(planned.decisions, update=Update.IN_BACKWARD), verified=False)
+        norm_us = line.step_us - unwaiting.timeline.step_us
     return Report(
         title=f"{plan.layers.model or 'model'} on {world.hw.name}", step_us=line.step_us, exposed_us=line.exposed_us,
         bottleneck=str(line.bottleneck), bound_by=longest(chain), chain=chain, busy_us=line.busy_us,
-        waits_us=line.exposed_by, question=decision, alternatives=found, notes=notes, cycle_steps=line.cycle_steps)
+        waits_us=line.exposed_by, question=decision, alternatives=found, notes=notes, cycle_steps=line.cycle_steps,
+        norm_us=norm_us, speculating=len(speculating_groups(plan.layers, planned.decisions)),
+        candidate_bytes=planned.memory.host["candidates"])
 
 
 def decisions_asked(decision: str, layers: LayerGraph) -> list[tuple[str, str]]:
@@ -203,6 +224,8 @@ def alternatives(world: WhatIf, planned: Outcome, target: str, field: str, thoro
     if len(current) > 1:
         yield Alternative(name, f"as planned: {', '.join(map(str, current))}", Verdict.CHOSEN, 0)
     for value in values(current, thorough):
+        if target and value is Update.IN_BACKWARD:
+            continue  # the plan's decision, not a group's
         if current == [value]:
             yield Alternative(name, str(value), Verdict.CHOSEN, 0)
         else:
@@ -210,6 +233,8 @@ def alternatives(world: WhatIf, planned: Outcome, target: str, field: str, thoro
 
 
 def current_values(planned: Outcome, target: str, field: str) -> list[Any]:
+    if not target and field == "update" and planned.decisions.update is Update.DEFERRED:
+        return sorted({d.update for d in planned.decisions.groups.values()})  # how they wait is each group's
     if not target:
         return [getattr(planned.decisions, field)]
     groups = match_groups(target, planned.layers, "explain")
@@ -235,7 +260,7 @@ def forced(world: WhatIf, planned: Outcome, target: str, field: str, value: Any,
         decisions = apply_policy(planned.decisions, {"layers": {target: pin}} if target else pin, world.layers, "explain")
     except ValueError as e:
         return replace(bare, why=first_line(e))
-    memory = estimate_memory(world.layers, decisions)
+    memory = estimate_memory(recut(world.layers, decisions.slices), decisions)
     bare = replace(bare, hbm_change_bytes=memory.hbm_bytes - planned.memory.hbm_bytes,
                    host_change_bytes=memory.host_bytes - planned.memory.host_bytes)
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from slidedp.api import Policy, check_solver, load_hint, load_policy
+from slidedp.api import Policy, check_solver, deferred, load_hint, load_policy, pins_updates
 from slidedp.autopolicy import AutoPlan
 from slidedp.cache import cache_folder
 from slidedp.compiler.costs import CostModel
@@ -16,7 +17,7 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.units import parse_bytes
 from slidedp.hardware import load_profile
-from slidedp.planner import Planner, Settings
+from slidedp.planner import Draft, Planner, Settings
 from slidedp.presets import build_meta_model
 from slidedp.report import planfile_of
 
@@ -32,6 +33,7 @@ def plan_on_paper(
     grad_dtype: torch.dtype | None = None,
     hbm_budget: int | str | None = None,
     host_budget: int | str | None = None,
+    max_grad_norm: float | None = None,
     policy: Policy = None,
     cost_model: CostModel | None = None,
     solver: str = "cp-sat",
@@ -48,27 +50,41 @@ def plan_on_paper(
         ranks: default: the machine's number of GPUs.
         compute_dtype: default: bfloat16, float32 on a machine without a GPU.
         grad_dtype: of returned gradients; default `compute_dtype`.
+        max_grad_norm: if given, updates wait for the norm, whatever the limit, and which of them speculate is decided.
         hbm_budget, host_budget, policy, cost_model, solver, hint, cache_dir: as for `slidedp.compile`.
         on_choice: is told what was chosen and how long it took, which is no part of the plan.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
     """
-    hw = load_profile(hw_profile)
-    for name, value in (("batch", batch), ("seq", seq), ("ranks", 1 if ranks is None else ranks)):
-        if value < 1:
-            raise ValueError(f"{name}={value!r} must be 1 or more")
-    compute = compute_dtype or (torch.float32 if hw.gpu_name == "cpu" else torch.bfloat16)
-    settings = Settings(
-        hw=hw, compute_dtype=compute, grad_dtype=grad_dtype or compute, world_size=ranks or hw.num_gpus,
-        policy=load_policy(policy), cost_model=cost_model,
+    pins = load_policy(policy)
+    settings = settings_on_paper(
+        load_profile(hw_profile), ranks, compute_dtype=compute_dtype, grad_dtype=grad_dtype,
+        policy=pins if max_grad_norm is None else deferred(pins), may_speculate=not pins_updates(pins), cost_model=cost_model,
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         solver=check_solver(solver), hint=load_hint(hint), cache_dir=cache_folder(cache_dir))
-    planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
-    tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
-    draft = planner.draft({"input_ids": tokens, "labels": tokens})
+    planner, draft = draft_on_paper(model, settings, batch, seq)
     decisions = planner.decide(draft)
     if on_choice and planner.chosen:
         on_choice(planner.chosen)
     return planfile_of(planner.finish(draft, decisions))
+
+
+def settings_on_paper(hw: HardwareProfile, ranks: int | None, *, compute_dtype: torch.dtype | None = None,
+                      grad_dtype: torch.dtype | None = None, **more: Any) -> Settings:
+    """What a machine of `hw` would plan with; `more`: other fields of Settings, checked. ValueError for less than one rank."""
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"ranks={ranks!r} must be 1 or more")
+    compute = compute_dtype or (torch.float32 if hw.gpu_name == "cpu" else torch.bfloat16)
+    return Settings(hw=hw, compute_dtype=compute, grad_dtype=grad_dtype or compute, world_size=ranks or hw.num_gpus, **more)
+
+
+def draft_on_paper(model: str | Path | nn.Module, settings: Settings, batch: int, seq: int) -> tuple[Planner, Draft]:
+    """The model traced on full sequences. ValueError for an empty batch, or a model that there is not."""
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be 1 or more")
+    planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
+    return planner, planner.draft(planner.lanes({"input_ids": tokens, "labels": tokens}))

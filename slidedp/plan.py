@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from slidedp.agreement import agree_on_decisions
-from slidedp.batch import BatchError, check_batch
+from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages, measured_stages
 from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
 from slidedp.compiler.decisions import Decisions
@@ -27,17 +27,20 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
-from slidedp.executor.checkpoint_files import FileLayer
+from slidedp.compiler.units import parse_bytes
+from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.step import Step, StepResult
+from slidedp.executor.saving import SaveHandle
+from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, planfile_of
+from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
 
 if TYPE_CHECKING:
@@ -46,11 +49,22 @@ if TYPE_CHECKING:
     from slidedp.compiler.optimizer import AdamW
 
 
+CALLS = ("evaluates", "trains", "saves")
+SAVES = 2
+
+SAVE_FAILED = 2
+"""What a rank posts in place of a problem with its batch: a save beside training has failed."""
+
+
+class StopAsked(Exception):
+    """`Plan.ask_to_stop` was called on some rank. Raised on all, before the same step; the one before it is the last."""
+
+
 class Plan:
     """A compiled training step. Made by :func:`slidedp.compile`; use it as a context manager or call :meth:`close`."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks, optimizer: AdamW, options: MachineOptions,
-                 example: Mapping[str, Tensor] | None) -> None:
+                 example: Batches | None) -> None:
         self._model, self._settings, self._ranks, self._optimizer, self._options = model, settings, ranks, optimizer, options
         self.optimizer = LearningRate(optimizer.lr)
         """For schedulers of torch and transformers: ``param_groups[0]["lr"]`` is the next step's learning rate (rank 0's)."""
@@ -60,14 +74,19 @@ class Plan:
         self._current: Specialisation | None = None
         self._closed = False
         self._resume_from: Checkpoint | None = None
+        self._stop_asked = False
         self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
             self._start(example)
 
     # ---- training ----
 
-    def run(self, batch: Mapping[str, Tensor]) -> StepResult:
+    def run(self, batch: Batches) -> StepResult:
         """Forward, backward, reduce and update on this rank's `batch`: one synchronous step of all ranks.
+
+        A sequence of batches is one step, too: each layer's weights are delivered once for all of these micro-batches, gradients
+        are summed on the device and return once, and the loss is the mean over the tokens of all of them. They may differ in
+        shape. All ranks give as many.
 
         Returns once the loss is known; the rest of the step goes on, and the next `run` waits for what it needs. The batch
         may be refilled at once. Look at the model through :attr:`model`, which waits.
@@ -77,6 +96,7 @@ class Plan:
             NonFiniteLoss: nothing has changed but the step's number. NonFiniteGradient: says which layers have moved. With
                 `skip_nonfinite` neither: see `StepResult.skipped`.
             PeerError: another rank died or failed; the plan can only be closed.
+            StopAsked: see :meth:`ask_to_stop`.
         """
         machine, spec, interpreter, step, lr = self._begin(batch, training=True)
         self._current = spec
@@ -86,7 +106,11 @@ class Plan:
         machine.warn_of_skips()
         return StepResult(step, lr, machine.steps_before + step.number)
 
-    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+    def ask_to_stop(self) -> None:
+        """Have the next `run` or `evaluate` raise StopAsked, on every rank, instead of beginning. Safe in a signal handler."""
+        self._stop_asked = True
+
+    def evaluate(self, batch: Batches) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
         self._require_open()
         if self._machine is not None:
@@ -97,7 +121,7 @@ class Plan:
             machine.synchronize()
         return step.global_loss()
 
-    def measure(self, batches: Iterable[Mapping[str, Tensor]]) -> Timeline:
+    def measure(self, batches: Iterable[Batches]) -> Timeline:
         """Run a training step for each batch and record every op: the measured counterpart of :meth:`simulate`.
 
         `spans` are of all these steps, in microseconds from the first start; `step_us` and `busy_us` are means over them.
@@ -114,7 +138,7 @@ class Plan:
             self._machine.synchronize()
         return measured_timeline(events, len(batches))
 
-    def _begin(self, batch: Mapping[str, Tensor], *,
+    def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:
         """Checks the batch; agrees with the other ranks that there is a step, which one, over how many tokens, and its rate."""
         self._require_open()
@@ -122,59 +146,69 @@ class Plan:
             self._start(batch)
         machine = self._machine
         assert machine is not None
-        problem, valid, signature, lr = None, 0, 0, 0.0
+        problem, signature, lr = None, 0, 0.0
+        valid: list[int] = []
         try:
-            batch = check_batch(batch)
-            spec = self._planner.find(batch) or self._specialise(batch)
-            check_batch(batch, spec.trace)
-            valid, signature = spec.trace.num_valid(batch), spec.signature(training=training)
+            machine.saves.raise_untold()
+            lanes = self._planner.lanes(batch)
+            spec = self._planner.find(lanes) or self._specialise(lanes)
+            valid, signature = check_lanes(lanes, spec.traces), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
             machine.take_back_model()
             if training:
-                machine.state.mark_rows(machine.num_steps + 1, spec.layers.stages[0].lookups, batch)
+                machine.state.mark_rows(machine.num_steps + 1, spec.layers.stages[0].lookups, lanes[0])  # split: one lane
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
-        posted = machine.agree([int(problem is not None), valid, int(training), signature, as_int(lr), int(machine.changed)])
+        failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
+        posted = machine.agree([failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
+                                num_batches(batch), int(self._stop_asked)])
+        if any(code == SAVE_FAILED for code, *_ in posted):
+            machine.saves.tell()  # this rank's own error, if it comes later, is no news
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(changed for _, _, _, _, _, changed, *_ in posted):
             machine.refresh()
+        if any(asked for *_, asked in posted):
+            raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         total = sum(valid for _, valid, *_ in posted)
-        step = machine.new_step(batch, valid, total, loss_is_mean=spec.trace.loss_is_mean, training=training)
+        micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]
+        step = machine.new_step(micro, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0][4])
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
-        graph = spec.graph if training else spec.forward_graph
+        graph = spec.program(training=training, saving=machine.saves.reading is not None)
         machine.require_runnable(graph)
-        return machine.interpreter(graph, spec.layers, spec.trace)
+        return machine.interpreter(graph, spec.layers)
 
-    def _specialise(self, batch: Mapping[str, Tensor]) -> Specialisation:
+    def _specialise(self, lanes: list[dict[str, Tensor]]) -> Specialisation:
         """A further specialisation: this rank's business alone, for groups and decisions are settled."""
         assert self._machine is not None
-        self._machine.synchronize()
-        self._machine.binding.restore()
+        if traces := any(self._planner.trace_for(batch) is None for batch in lanes):
+            self._machine.synchronize()
+            self._machine.binding.restore()
         with torch.inference_mode(False):
-            draft = self._planner.draft(batch)
-        # Of other shapes only what is known: the device is full of this plan, so nothing is measured now.
-        known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
-        self._planner.measurement = self._planner.measurement.also(known)
+            draft = self._planner.draft(lanes)
+        if traces:  # of other shapes only what is known: the device is full of this plan, so nothing is measured now
+            known = cached_stages(self._model, self._planner.to_measure(draft), self._settings)
+            self._planner.measurement = self._planner.measurement.also(known)
         return self._planner.finish(draft, self._planner.decide(draft))
 
-    def _start(self, batch: Mapping[str, Tensor]) -> None:
+    def _start(self, batch: Batches) -> None:
         """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
         problem, draft = None, None
         with torch.inference_mode(False):
             try:
-                draft = self._planner.draft(check_batch(batch))
-                check_batch(batch, draft.trace)
+                lanes = self._planner.lanes(batch)
+                draft = self._planner.draft(lanes)
+                check_lanes(lanes, draft.traces)
                 to_measure = self._planner.to_measure(draft)
             except Exception as e:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
-            self._planner.measurement = measured_stages(self._model, to_measure, batch, self._settings, self._collectives)
+            self._planner.measurement = measured_stages(self._model, to_measure, lanes[0], self._settings, self._collectives)
             try:
                 opinion = self._planner.decide(draft)
             except ValueError as e:
@@ -225,19 +259,43 @@ class Plan:
 
     # ---- checkpoints ----
 
-    def save(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+    @overload
+    def save(self, directory: str | Path, *, extra: Mapping[str, Any] | None = ..., keep: int = ...,
+             wait: Literal[True] = ..., save_buffer: int | str = ...) -> Path: ...
+
+    @overload
+    def save(self, directory: str | Path, *, extra: Mapping[str, Any] | None = ..., keep: int = ...,
+             wait: Literal[False], save_buffer: int | str = ...) -> SaveHandle: ...
+
+    def save(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2, wait: bool = True,
+             save_buffer: int | str = "1GiB") -> Path | SaveHandle:
         """Write weights, moments, step counts and generators into a new checkpoint under `directory`; returns its path.
 
         `extra`: anything JSON can hold, such as the data's position; :meth:`resume` gives it back (rank 0's). The `keep`
         newest checkpoints stay. A process killed at any moment leaves a complete one (executor/checkpoint_files.py). Any
         plan of the same model can resume it, whatever its ranks, routes or device; `from_pretrained` loads it as a model.
-        Waits for pending updates. All ranks call it. Raises ValueError for a plan that has not seen a batch.
+        Waits for pending updates, and for a save under way. All ranks call it.
+
+        `wait` False: returns a :class:`SaveHandle` at once and saves while the next steps run; the checkpoint has the same bytes.
+        Each rank copies what the next step's updates overwrite into `save_buffer` (bytes or "1GiB", of host memory, for as long
+        as the save lasts); when it is full, updates wait for the disk: `SaveHandle.stall_s`, ``counters()["save_stall_us"]``.
+        What fails meanwhile is raised, as CheckpointError, by the next `run`, `save`, `close` or `SaveHandle.wait`, with older
+        checkpoints as they were. :attr:`model` and :meth:`synchronize` wait until all has been read, `close` until it is saved.
+
+        Raises ValueError for a plan that has not seen a batch.
         """
         self._require_open()
-        if self._machine is None:
+        machine = self._machine
+        if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
-        self.synchronize()
-        return save(self._machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
+        machine.saves.finish()
+        refuse_if_ranks_differ(machine.agree([0, 0, SAVES]), self._ranks.rank)
+        if wait:
+            self.synchronize()
+            return save(machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
+        machine.synchronize()
+        return start_save(machine, self.decisions, Path(directory), extra, keep, FileLayer(), self.optimizer.settings(),
+                          parse_bytes(save_buffer))
 
     def resume(self, directory: str | Path) -> Checkpoint:
         """Go on from the newest undamaged checkpoint under `directory` (or from `directory`, if it is one); says which.
@@ -247,6 +305,8 @@ class Plan:
         Raises CheckpointError, a ValueError: there is none, or it is of another model.
         """
         self._require_open()
+        if self._machine is not None:
+            self._machine.saves.finish()
         found = find(Path(directory), self._collectives)
         if self._machine is None:
             self._resume_from = found
@@ -273,6 +333,7 @@ class Plan:
         if self._machine is not None and not self._closed:
             self._machine.synchronize()
             self._machine.warn_of_skips()
+            self._machine.saves.wait_read()  # the model's parameters may be written into
             self._machine.expose_model()
 
     def close(self) -> None:
@@ -291,9 +352,12 @@ class Plan:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        cause = error
         if error is not None and self._machine is not None and not self._closed and self._ranks.world_size > 1:
-            self._machine.abandon(error)
+            cause = self._machine.abandon(error)
         self.close()
+        if isinstance(cause, PeerError) and isinstance(error, RuntimeError) and error is not cause:
+            raise cause from error  # a connection that broke outside a step, in a save: the rank that died is what matters
 
     def _require_open(self) -> None:
         if self._closed:
@@ -347,10 +411,12 @@ class Plan:
         return memory_of(self._spec)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called; and, if
-        there were any, `skipped_steps`.
+        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called;
+        `save_stall_us`, for how long updates have waited for saves beside training; and, of a plan that takes the norm of its
+        gradients, `clipped_steps`, `skipped_steps`, and `redone_update`: parameters whose update speculated and was done again.
         """
-        return dict(self._machine.counters) if self._machine is not None else {}
+        counters = {} if self._machine is None else dict(self._machine.counters)
+        return {name: n for name, n in counters.items() if n}
 
     def __str__(self) -> str:
         return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)
@@ -366,17 +432,23 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 
 
 def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
-    """BatchError, on every rank, unless all have a batch for the same kind of step and there is a token to learn from."""
-    for other, (failed, _, training, signature, *_) in enumerate(posted):
+    """BatchError, on every rank, unless all make the same call, with batches of one kind and a token to learn from."""
+    own = posted[rank][2]
+    for other, (failed, _, call, signature, _, _, num, *_) in enumerate(posted):
+        if failed == SAVE_FAILED:
+            raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run a step")
         if failed:
             raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
-        if training != posted[rank][2]:
-            raise BatchError(f"rank {other} {'trains' if training else 'evaluates'} while rank {rank} does not: all ranks must "
-                             "make the same calls in the same order; no rank has run it")
+        if call != own:
+            raise BatchError(f"rank {other} {CALLS[call]} while rank {rank} {CALLS[own]}: all ranks must make the same calls in "
+                             "the same order; no rank has done it")
+        if num != posted[rank][6]:
+            raise BatchError(f"rank {other} was given {num} micro-batch{'es' * (num != 1)}, rank {rank} {posted[rank][6]}: all "
+                             "ranks must give a step as many, some without a valid label if need be; no rank has run it")
         if signature != posted[rank][3]:
             raise BatchError(f"the batch of rank {other} uses other layers than that of rank {rank}, so that their steps would "
                              "move other weights; give all ranks batches of one kind; no rank has run it")
-    if not any(valid for _, valid, *_ in posted):
+    if own != SAVES and not any(valid for _, valid, *_ in posted):
         raise BatchError("no valid token in the global batch (all labels are ignored, on every rank): the loss would be 0/0; "
                          "skip this batch")
 

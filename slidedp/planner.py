@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,23 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.autopolicy import AutoPlan
+from slidedp.batch import Batches, micro_batches
 from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
-from slidedp.compiler.decisions import Activation, Decisions
+from slidedp.compiler.decisions import Activation, Boundary, Decisions
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows
+from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows, in_lanes, recut
 from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.ops import OpGraph, OpKind
+from slidedp.compiler.ops import OpGraph, OpKind, split_lane
 from slidedp.compiler.planfile import PlanFile, SolverRecord
+from slidedp.compiler.policy import plan_fields
 from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
+from slidedp.passes.snapshot import Snapshot
 
 OWN_BUSINESS = frozenset({OpKind.RECOMPUTE, OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD})
 
@@ -47,6 +51,7 @@ class Settings:
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
     `update_threads`: of each rank, where they are known. `solver`, `hint`: see slidedp/decide.py. `cache_dir`: None for no cache.
+    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided.
     """
 
     hw: HardwareProfile
@@ -65,6 +70,7 @@ class Settings:
     hint: PlanFile | None = None
     cache_dir: Path | None = None
     update_threads: int | None = None
+    may_speculate: bool = False
 
     def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
         """What ops of a plan of `layers` cost, each alone."""
@@ -74,9 +80,13 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Specialisation:
-    """One shape (and guard values) of a plan: its trace and its graphs. `num_tokens`: valid ones of the batch it was made for."""
+    """The shapes (and guard values) of a step: its traces, one a micro-batch, and its graphs.
 
-    trace: Trace
+    `num_tokens`: valid ones of the batch it was made for; `shapes`: of that, its micro-batches together. `same`: an earlier one
+    whose ops these are, but for sizes: it is what runs.
+    """
+
+    traces: tuple[Trace, ...]
     layers: LayerGraph
     decisions: Decisions
     num_tokens: int
@@ -84,16 +94,31 @@ class Specialisation:
     settings: Settings
     measurement: Measurement = field(default_factory=Measurement)
     solver: SolverRecord | None = None
+    same: Specialisation | None = None
 
     @cached_property
     def graph(self) -> OpGraph:
         """The graph of a training step."""
+        if self.same is not None:
+            return with_costs_of(self.same.graph, self)
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget)
+
+    @cached_property
+    def saving_graph(self) -> OpGraph:
+        """The same, for a step while a save reads the state that it overwrites."""
+        return Snapshot(self.layers, self.decisions).run(self.graph)
 
     @cached_property
     def forward_graph(self) -> OpGraph:
         """The graph of `evaluate`: deliveries, forward and loss."""
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget, training=False)
+
+    def program(self, *, training: bool, saving: bool = False) -> OpGraph:
+        """What runs: the graph of a step (`saving`: beside a save) or of `evaluate`, whatever sizes it says."""
+        runs = self.same or self
+        if not training:
+            return runs.forward_graph
+        return runs.saving_graph if saving else runs.graph
 
     @cached_property
     def costs(self) -> ResolvedCosts:
@@ -123,28 +148,35 @@ class Specialisation:
     def signature(self, *, training: bool) -> int:
         """Of the ops in order that concern other ranks: those whose signatures differ would issue different collectives.
 
-        What a rank keeps of its activations is its own business: a longer batch may have to keep less.
+        What a rank keeps of its activations is its own business, for a longer batch may have to keep less; so is into how many
+        micro-batches it cuts a batch, for a shorter one may have fewer rows.
         """
-        graph = self.graph if training else self.forward_graph
-        return zlib.crc32("\n".join(op.name for op in graph.ops if op.kind not in OWN_BUSINESS).encode())
+        ops = self.program(training=training).ops
+        names = dict.fromkeys(split_lane(op.name)[0] for op in ops if op.kind not in OWN_BUSINESS)
+        return zlib.crc32("\n".join(names).encode())
 
 
 @dataclass(frozen=True, eq=False)
 class Draft:
     """What one rank can do alone towards a specialisation: trace. Then decide, from what was measured meanwhile."""
 
-    key: tuple[Any, ...]
-    trace: Trace
+    traces: tuple[Trace, ...]
     layers: LayerGraph
     num_tokens: int
     shapes: dict[str, tuple[int, ...]]
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Of a specialisation: traces are kept, so they are known by identity."""
+        return tuple(map(id, self.traces))
+
 
 class Planner:
-    """Plans `model` under `settings`, one specialisation per shape, dtype, mode and guard values.
+    """Plans `model` under `settings`: a trace per shape, dtype, mode and guard values, a specialisation per sequence of traces.
 
-    `find` looks up; `draft`, `decide` and `finish` make a new one. Between the first two, stages may be measured
-    (`measurement`); between the last two, ranks agree: the first decisions are this rank's own opinion.
+    `lanes` cuts what a step runs on into micro-batches. `find` looks up; `draft`, `decide` and `finish` make a new one. Between
+    `draft` and `decide`, stages may be measured (`measurement`); between the last two, ranks agree: the first decisions are this
+    rank's own opinion.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -155,7 +187,22 @@ class Planner:
         self.chosen: AutoPlan | None = None
         self.trainable: tuple[bool, ...] = ()
         self.measurement = Measurement()
-        self.known: dict[tuple[Any, ...], list[Specialisation]] = {}
+        self.traced: dict[tuple[Any, ...], list[Trace]] = {}
+        self.cut_traces: dict[tuple[int, int], tuple[Trace, Trace]] = {}  # with the whole one, which it is known by
+        self.known: dict[tuple[int, ...], Specialisation] = {}
+
+    @property
+    def slices(self) -> int:
+        """Pieces that a batch is cut into: as the plan decides, or before there is one, as is pinned."""
+        policy = self.settings.policy
+        if self.decisions is not None or isinstance(policy, PlanFile):
+            return (self.decisions or policy.decisions).slices  # type: ignore[union-attr]
+        pinned = {key: value for key, value in (policy or {}).items() if key == "slices"}
+        return Decisions(**plan_fields(pinned, "policy")).slices
+
+    def lanes(self, batches: Batches) -> list[dict[str, Tensor]]:
+        """The micro-batches of a step on `batches`. Raises BatchError where they cannot be run."""
+        return micro_batches(batches, self.slices)
 
     def key(self, batch: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Shapes and dtypes, and every module's mode. ValueError if parameters have been frozen or unfrozen since the start."""
@@ -163,47 +210,73 @@ class Planner:
             raise ValueError("requires_grad of a parameter has changed since the plan was made: close it and compile anew")
         return specialisation_key(batch, self.model.training), tuple(m.training for m in self.model.modules())
 
-    def find(self, batch: Mapping[str, Tensor]) -> Specialisation | None:
-        """The specialisation whose shapes and guards fit `batch`, if there is one."""
-        for spec in self.known.get(self.key(batch), ()):
-            if guards_hold(spec.trace, batch) is None:
-                return spec
-        return None
+    def trace_for(self, batch: Mapping[str, Tensor]) -> Trace | None:
+        """The trace whose shapes and guards fit `batch`, if there is one."""
+        return next((t for t in self.traced.get(self.key(batch), ()) if guards_hold(t, batch) is None), None)
 
-    def draft(self, batch: Mapping[str, Tensor]) -> Draft:
-        """Trace the model on `batch`. The model must not be running.
+    def find(self, lanes: Sequence[Mapping[str, Tensor]]) -> Specialisation | None:
+        """The specialisation for these micro-batches, if there is one."""
+        return self.known.get(tuple(id(self.trace_for(batch)) for batch in lanes))
+
+    def draft(self, lanes: Sequence[Mapping[str, Tensor]]) -> Draft:
+        """Trace the model on each of the micro-batches that has no trace yet; then it must not be running.
 
         Raises:
-            TraceError: the model cannot be traced; ValueError: the batch does not fit; both say why.
+            TraceError: the model cannot be traced; ValueError: a batch does not fit; both say why.
         """
+        traces: list[Trace] = []
+        if self.groups is None:
+            self.traced.clear()  # of a start that has failed: the model may be another by now
+        for batch in lanes:
+            found = self.trace_for(batch)
+            if found is None:
+                found = self.trace(batch, self.groups or (traces[0].graph.groups if traces else None))
+                self.traced.setdefault(self.key(batch), []).append(found)
+            traces.append(found)
+        layers = in_lanes([t.graph for t in traces], self.slices)
+        shapes = {key: together([tuple(batch[key].shape) for batch in lanes if key in batch]) for key in lanes[0]}
+        tokens = sum(t.num_valid(batch) for t, batch in zip(traces, lanes, strict=True))
+        return Draft(tuple(traces), layers, tokens, shapes)
+
+    def trace(self, batch: Mapping[str, Tensor], groups: tuple[Group, ...] | None) -> Trace:
         s = self.settings
         traced = trace(self.model, batch, loss_fn=s.loss_fn, layers=s.layers, world_size=s.world_size,
-                       compute_dtype=s.compute_dtype, device=s.device, groups=self.groups)
+                       compute_dtype=s.compute_dtype, device=s.device, groups=groups)
         layers = replace(traced.graph, grad_dtype=DTYPE_NAMES[s.grad_dtype])
         if not any(g.trainable for g in layers.groups):
             raise ValueError(f"{layers.model} has no trainable parameter that its loss depends on: set requires_grad on some")
-        shapes = {key: tuple(value.shape) for key, value in batch.items()}
-        return Draft(self.key(batch), traced, layers, traced.num_valid(batch), shapes)
+        return replace(traced, graph=layers)
+
+    def with_head_chunks(self, traced: Trace, num_chunks: int) -> Trace:
+        """`traced` with its logits made in so many chunks; the same object for the same question."""
+        key = id(traced), num_chunks
+        if key not in self.cut_traces:
+            self.cut_traces[key] = traced, with_head_chunks(traced, self.model, num_chunks, self.settings.device)
+        return self.cut_traces[key][1]
 
     def to_measure(self, draft: Draft) -> Trace:
-        """The trace to measure: logits in the chunks that the plan will have, so that measuring needs no more room than a step.
+        """The trace to measure, the first micro-batch's: logits in the chunks that the plan will have, so that measuring needs
+        no more room than a step.
 
         Raises ValueError where the policy does not fit the model, saying why.
         """
         s, layers = self.settings, draft.layers
         if not s.measure:
-            return draft.trace
+            return draft.traces[0]
         if self.decisions is None:
             num_chunks = head_chunks_before_costs(layers, s)
         else:
             num_chunks = self.for_shape(self.decisions, layers).head_chunks
-        return with_head_chunks(draft.trace, self.model, num_chunks, s.device)
+        return self.with_head_chunks(draft.traces[0], num_chunks)
 
     def decide(self, draft: Draft) -> Decisions:
         """The plan's decisions, made for the first draft. Raises ValueError where policy or budgets do not fit, saying why."""
         s, layers = self.settings, draft.layers
         if self.decisions is None:
-            self.chosen = decide(layers, s, self.measurement)
+            try:
+                self.chosen = decide(layers, s, self.measurement)
+            except BudgetError as error:
+                raise BudgetError(f"{error}{self.slices_that_fit(draft)}") from error
             decisions = self.chosen.decisions
             if layers.head and decisions.head_chunks > 1:
                 self.head_rows = chunk_rows(layers.head.rows, decisions.head_chunks)
@@ -217,33 +290,42 @@ class Planner:
             if self.decisions is None:
                 raise
             shape = " x ".join(map(str, max(draft.shapes.values(), key=math.prod, default=())))
+            num = len(draft.traces)
+            what = f"a batch of {shape} does" if num == 1 else f"{num} micro-batches of {shape} do"
             raise BudgetError(
-                f"a batch of {shape} does not fit the plan: it was made for less, and what lives in HBM is fixed by now; "
+                f"{what} not fit the plan: it was made for less, and what lives in HBM is fixed by now; "
                 f"compile with example= the largest batch, or pin act=recompute ({error})") from error
         return decisions
+
+    def slices_that_fit(self, draft: Draft) -> str:
+        """The fewest slices with which the rule's plan fits, about, as a further way out; '' if none are enough, or pinned."""
+        policy, rows = self.settings.policy, min((shape[0] for shape in draft.shapes.values() if shape), default=1)
+        for slices in () if isinstance(policy, PlanFile) or "slices" in (policy or {}) else (2, 4, 8, 16, 32, 64):
+            if slices <= rows:
+                with suppress(BudgetError):
+                    decide(recut(draft.layers, slices), replace(self.settings, solver="rule"))
+                    return f"; or pin slices={slices}"
+        return ""
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
         record = self.chosen.record if self.chosen and self.chosen.decisions == decisions else None
         agreed, decisions = decisions, self.for_shape(decisions, draft.layers)  # each rank's own: its batch may be longer
-        traced = with_head_chunks(draft.trace, self.model, decisions.head_chunks, self.settings.device)
-        spec = Specialisation(traced, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
-                              record)
+        traces = tuple(self.with_head_chunks(t, decisions.head_chunks) for t in draft.traces)
+        spec = Specialisation(traces, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
+                              record, self.alike(draft.layers, decisions))
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, agreed, requires_grad(self.model)
-        elif same := self.alike(draft.layers, decisions):
-            spec.__dict__["graph"] = with_costs_of(same.graph, spec)
-            if "forward_graph" in same.__dict__:
-                spec.__dict__["forward_graph"] = same.forward_graph
-        self.known.setdefault(draft.key, []).append(spec)
+        self.known[draft.key] = spec
         return spec
 
     def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
         """The plan's `decisions` for a batch of another shape than they were made for, as far as nothing allocated depends on it.
 
         The logits are made in chunks of the same size. Where HBM has no room for what layers retain of a longer batch, those
-        from the first on recompute instead, as many as must. What the user pinned stays.
+        from the first on recompute instead, as many as must; where it has none for the boundaries of many micro-batches, these
+        wait on the host. What the user pinned stays.
         """
         policy = self.settings.policy
         if isinstance(policy, PlanFile):
@@ -254,25 +336,37 @@ class Planner:
         pinned = pinned_fields(layers, decisions, policy)
         for stage in layers.layers:
             if estimate_memory(layers, decisions).hbm_bytes <= budget:
-                break
+                return decisions
             name = stage.groups[0] if stage.groups else ""
             if name and "act" not in pinned[name] and decisions.activation(stage) in (Activation.RETAIN, Activation.SELECTIVE):
                 less = replace(decisions.of(name), act=Activation.RECOMPUTE)
                 decisions = replace(decisions, groups=decisions.groups | {name: less})
-        return decisions
+        if layers.num_lanes == 1 or estimate_memory(layers, decisions).hbm_bytes <= budget:
+            return decisions
+        movable = [name for name in decisions.groups if "boundary" not in pinned[name]]
+        away = {name: replace(decisions.of(name), boundary=Boundary.HOST) for name in movable}
+        return replace(decisions, groups=decisions.groups | away)
 
     def alike(self, layers: LayerGraph, decisions: Decisions) -> Specialisation | None:
         """A lowered specialisation with the same stages, groups and decisions: another batch shape changes no op and no edge."""
-        shape = stages_of(layers), layers.groups, decisions.groups
-        for spec in (spec for specs in self.known.values() for spec in specs if "graph" in spec.__dict__):
-            if shape == (stages_of(spec.layers), spec.layers.groups, spec.decisions.groups):
+        for spec in self.known.values():
+            lowered = "graph" in spec.__dict__ and spec.same is None
+            if lowered and structure(layers, decisions) == structure(spec.layers, spec.decisions):
                 return spec
         return None
 
 
-def stages_of(layers: LayerGraph) -> list[tuple[Any, ...]]:
-    """What the ops of a graph depend on of its stages, whatever the batch's shape."""
-    return [(s.name, s.groups, *((x.group, x.keys) for x in s.lookups)) for s in layers.stages]
+def structure(layers: LayerGraph, decisions: Decisions) -> tuple[object, ...]:
+    """What decides ops and edges, but for their sizes."""
+    stages = [(s.name, s.groups, *((x.group, x.keys) for x in s.lookups)) for s in layers.stages]
+    return stages, layers.groups, layers.num_lanes, decisions.groups
+
+
+def together(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The rows of all; the first, where they differ in more than that."""
+    first = shapes[0]
+    alike = first and all(shape[1:] == first[1:] for shape in shapes)
+    return (sum(shape[0] for shape in shapes), *first[1:]) if alike else first
 
 
 def requires_grad(model: nn.Module) -> tuple[bool, ...]:

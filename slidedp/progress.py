@@ -6,25 +6,34 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Report = Callable[[str, int, int], object]
-"""What is done now, how many parts are done, and of how many."""
+Report = Callable[[str, int, int], bool]
+"""What is done now, how many parts are done, and of how many. False if nobody has been shown it."""
 
 
 @contextmanager
-def progress_bar(title: str, *, show: bool = True) -> Iterator[Report]:
-    """Call what it gives with (part, number done, number of parts)."""
+def progress_bar(title: str, *, show: bool = True, timed: bool = False) -> Iterator[Report]:
+    """Call what it gives with (part, number done, number of parts). `timed`: with the time taken and left."""
     if not show or not sys.stderr.isatty():
-        yield lambda *_: None
+        yield lambda *_: False
         return
     try:
         from tqdm import tqdm
     except ImportError:
-        yield lambda part, done, parts: print(f"{title}: {done}/{parts} {part}", file=sys.stderr, flush=True)
-        return
-    with tqdm(desc=title, bar_format="{desc}: {bar:20} {n_fmt}/{total_fmt} {postfix}", file=sys.stderr) as bar:
 
-        def report(part: str, done: int, parts: int) -> None:
+        def report(part: str, done: int, parts: int) -> bool:
+            print(f"{title}: {done}/{parts} {part}", file=sys.stderr, flush=True)
+            return True
+
+        yield report
+        return
+    clock = " [{elapsed}<{remaining}]" * timed
+    with tqdm(desc=title, bar_format="{desc}: {bar:20} {n_fmt}/{total_fmt}" + clock + " {postfix}", file=sys.stderr) as bar:
+
+        def report(part: str, done: int, parts: int) -> bool:
+            if timed and bar.total is None:
+                bar.initial = done - 1  # of a resumed run: the time left is reckoned from what this one has done
             bar.total, bar.n = parts, done
             bar.set_postfix_str(part)
+            return True
 
         yield report

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from slidedp.compiler.costrecord import CostRecord
-from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, Rows, StateHome
+from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, Rows, StateHome, Update
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
@@ -26,7 +26,8 @@ WIDTH = 80
 
 HEADINGS = ("delivery", "source", "chunks", "reduction", "chunks", "activations")
 
-RESIDENCE = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST, "rows": Rows.WHOLE}
+RESIDENCE = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST, "update": Update.DEFERRED,
+             "rows": Rows.WHOLE}
 """Further columns, there if anything in them differs from this."""
 
 BOUND_BY = {
@@ -47,7 +48,9 @@ def planfile_of(spec: Specialisation) -> PlanFile:
     predictions = Predictions(
         step_us=timeline.step_us, tokens_per_s=predicted_tokens_per_s(spec), hbm_bytes=memory.hbm_bytes,
         host_bytes=memory.host_bytes, bottleneck=str(timeline.bottleneck))
-    shapes = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
+    shapes: dict[str, str | int] = {key: "x".join(map(str, shape)) for key, shape in spec.shapes.items()}
+    if len(spec.traces) > 1:
+        shapes["micro_batches"] = len(spec.traces)
     return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes,
                          cost_record(spec), spec.solver)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from slidedp.compiler.decisions import Update
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.units import format_bytes
 from slidedp.decide import decide
@@ -57,8 +59,10 @@ def over_budgets(plan: PlanFile, world: WhatIf) -> tuple[Point, ...]:
 def settings_of(plan: PlanFile, world: WhatIf) -> Settings:
     """What `compile` would be asked to plan such a step with, by the same solver as `plan`."""
     compute, grad = dtypes_of(plan)
+    waits = plan.decisions.update is Update.DEFERRED
     return Settings(world.hw, compute, grad, plan.world_size, cost_model=world.cost_model, hbm_budget=world.budgets.hbm_bytes,
-                    host_budget=world.budgets.host_bytes, solver=solver_of(plan))  # fmt: skip
+                    host_budget=world.budgets.host_bytes, solver=solver_of(plan), may_speculate=waits,
+                    policy={"update": "deferred"} if waits else None)  # fmt: skip
 
 
 def solver_of(plan: PlanFile) -> str:
@@ -96,7 +100,7 @@ def replanned(plan: PlanFile, world: WhatIf, model: str, batch: int, seq: int) -
     return plan_on_paper(
         model, world.hw, batch=batch, seq=seq, ranks=plan.world_size, compute_dtype=compute, grad_dtype=grad,
         hbm_budget=world.budgets.hbm_bytes, host_budget=world.budgets.host_bytes, cost_model=world.cost_model,
-        solver=solver_of(plan))
+        solver=solver_of(plan), max_grad_norm=math.inf if plan.decisions.update is Update.DEFERRED else None)
 
 
 def batch_of(plan: PlanFile) -> tuple[int, int]:

@@ -98,12 +98,12 @@ class Sweep:
             planner = Planner(self.model, self.settings(ranks, UNLIMITED, UNLIMITED))
             tokens = torch.zeros(batch, self.seq, dtype=torch.long)  # only the shape matters
             self.traced.clear()
-            self.traced[batch, ranks] = planner.draft({"input_ids": tokens, "labels": tokens})
+            self.traced[batch, ranks] = planner.draft(planner.lanes({"input_ids": tokens, "labels": tokens}))
         return self.traced[batch, ranks]
 
     def specialise(self, draft: Draft, decisions: Decisions, settings: Settings, key: tuple[int, Route]) -> Specialisation:
         """Another batch changes no op and no edge, only how long ops take: the graph is lowered once for equal decisions."""
-        spec = Specialisation(draft.trace, draft.layers, decisions, draft.num_tokens, draft.shapes, settings)
+        spec = Specialisation(draft.traces, draft.layers, decisions, draft.num_tokens, draft.shapes, settings)
         like = self.lowered.get(key)
         if like and like.decisions == decisions:
             spec.__dict__["graph"] = with_costs_of(like.graph, spec)

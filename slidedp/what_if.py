@@ -9,7 +9,7 @@ from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.layergraph import LayerGraph, recut
 from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.ops import OpGraph
@@ -43,10 +43,11 @@ class WhatIf:
 
     def outcome(self, decisions: Decisions, *, verified: bool = True) -> Outcome:
         """Raises ValueError, saying why, for decisions that do not fit the budgets or (`verified`) make no sound graph."""
-        memory = check_budgets(self.layers, decisions, self.budgets.hbm_bytes, self.budgets.host_bytes)
-        graph = lower(self.layers, decisions, hbm_budget=self.budgets.hbm_bytes, verified=verified)
-        costs = price(graph, cost_model_of(self.layers, cost_model=self.cost_model, measurement=self.measurement), self.hw)
-        return Outcome(self.layers, decisions, graph, predict(graph, costs, self.hw), memory)
+        layers = recut(self.layers, decisions.slices)
+        memory = check_budgets(layers, decisions, self.budgets.hbm_bytes, self.budgets.host_bytes)
+        graph = lower(layers, decisions, hbm_budget=self.budgets.hbm_bytes, verified=verified)
+        costs = price(graph, cost_model_of(layers, cost_model=self.cost_model, measurement=self.measurement), self.hw)
+        return Outcome(layers, decisions, graph, predict(graph, costs, self.hw), memory)
 
 
 def what_if(

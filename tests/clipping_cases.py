@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, ClassVar
 
@@ -93,6 +94,72 @@ def train(rank: int, world: int, policy: dict[str, Any]) -> Trained:
     done.losses, done.norms, done.grads = [r.loss for r in results], [r.grad_norm for r in results], []
     plan.close()
     return done
+
+
+DEFERRED = {"update": "deferred"}
+SPECULATIVE: list[dict[str, Any]] = [
+    {"update": "speculative"}, {"update": "speculative", "chunks": 3, "source": "cast", "reduction": "cpu", "window": 1},
+    {"update": "speculative", "delivery": "sharded", "delivery_chunks": 2, "layers": {"L01": DEFERRED}},
+    DEFERRED | {"return_chunks": 2, "layers": {"L02": {"update": "speculative"}, "L00": {"state": "hbm"}}},
+]  # fmt: skip
+
+
+def two_ranks_speculate() -> dict[str, Any]:
+    """Four steps, some of them clipped, on every route; then with a bad step, a save and a look by one rank; then a failure."""
+    rank, world = start()
+
+    def run(policy: dict[str, Any], limit: float, looks: bool = False) -> tuple[str, list[float], dict[str, int]]:
+        plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, policy=policy, max_grad_norm=limit, update_kernel="torch",
+                               solver="rule")
+        norms = []
+        for step in range(4):
+            norms.append(plan.run(shares(world, step)[rank]).grad_norm)
+            if looks and rank == step % world:
+                assert all(torch.isfinite(p).all() for p in plan.model.parameters())
+        digest, counters = state_of(plan).digest(), plan.counters()
+        plan.close()
+        return digest, norms, counters
+
+    limit = sorted(run(DEFERRED, math.inf)[1])[1]
+    want, _, counters = run(DEFERRED, limit)
+    odd = [str(policy) for i, policy in enumerate(SPECULATIVE) if run(policy, limit, looks=bool(i % 2))[0] != want]
+    return {"odd": odd, "clipped": counters["clipped_steps"], "skipped": bad_steps_speculate(rank, world),
+            "after_a_failure": [one_fails(rank, world, num_good) for num_good in (1, 2)]}
+
+
+def bad_steps_speculate(rank: int, world: int) -> list[bool]:
+    """As without the bad step, whose gradient is bad on the last rank only."""
+    digests = []
+    for bad_step in (2, None):
+        with slidedp.compile(fused_gpt(), "cpu", optimizer=OPTIMIZER, max_grad_norm=math.inf, policy=SPECULATIVE[0],
+                             update_kernel="torch") as plan, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            skipped = []
+            for step in range(4) if bad_step else (0, 1, 3):
+                Fused.set("inf backward" if step == bad_step and rank == world - 1 else "")
+                skipped.append(plan.run(lm_batch(seed=10 * step + rank)).skipped)
+            digests.append((state_of(plan).digest(), skipped))
+    assert digests[0][0] == digests[1][0]
+    return digests[0][1]
+
+
+def one_fails(rank: int, world: int, num_good: int) -> bool:
+    """A rank leaves after some good steps: do both keep the weights of the last one?"""
+    plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, max_grad_norm=math.inf, policy=SPECULATIVE[0])
+    for step in range(num_good):
+        plan.run(shares(world, step)[rank])
+    before = state_of(plan).params
+    dist.barrier()
+    try:
+        if rank:
+            plan._machine.abandon(RuntimeError("this rank gives up"))
+        else:
+            plan.run(shares(world, 0)[rank])
+    except Exception:  # whatever the other rank is told
+        assert not rank
+    plan.close()
+    after = {n: p.detach() for n, p in plan._model.named_parameters()}
+    return all(torch.equal(after[name], before[name]) for name in before)
 
 
 def bad_on_one_rank(rank: int, world: int) -> list[bool]:

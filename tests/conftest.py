@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_server import RankServer
 from ranks import RankResult, Ranks, RunRanks, Target, launch
 
 REPO = Path(__file__).resolve().parent.parent
@@ -40,8 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads() -> None:
-    """Two threads at most: more would only fight over the cores that CI has, and some tests compare bits."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    """Two threads at most, one beside another worker: more would only fight over the cores that CI has."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(min(2, os.cpu_count() or 1) // workers, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +76,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     return check
 
 
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[RankServer]:
+    server = RankServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+def start_ranks(tmp_path: Path, rank_server: RankServer) -> Iterator[Callable[..., Ranks]]:
     """`start_ranks(target, n, *args, env=None)`: the live `Ranks`, for tests that kill one. Killed at the test's end."""
     started: list[Ranks] = []
 
     def start(target: Target, num_ranks: int, *args: object, env: Mapping[str, str] | None = None) -> Ranks:
-        ranks = launch(target, num_ranks, *args, log_dir=tmp_path / f"ranks{len(started)}", env=env)
+        ranks = launch(target, num_ranks, *args, log_dir=tmp_path / f"ranks{len(started)}", server=rank_server, env=env)
         started.append(ranks)
         return ranks
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,3 +104,46 @@ def layers_come_and_go(reduction: str) -> dict[str, Any]:
             message = str(e)
         weight = plan.model.blocks[3].weight.sum().item()
     return {"losses": losses, "message": message, "weight": weight}
+
+
+class Endless(Fragile):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        while self.broken:
+            time.sleep(0.01)
+        return self.linear(x)
+
+
+def hung(how: str, ready: str) -> dict[str, Any]:
+    """Rank 1 stops being of use after three steps: stopped by the test, in a layer, in its loader, or it has left."""
+    rank, _ = start()
+    torch.manual_seed(0)
+    model = nn.Sequential(Endless(), Endless(), nn.Linear(8, 1))
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+    plan = slidedp.compile(model, "cpu", loss_fn=squared, peer_timeout_s=3.0, peer_absence_s=6.0)
+    for _ in range(3):
+        plan.run(batch)
+    if rank == 1:
+        match how:
+            case "closes":
+                plan.close()
+                return {}
+            case "exits":
+                return {}
+            case "loader":
+                next_batch_never_comes()
+            case "layer":
+                model[1].broken = True
+    Path(f"{ready}.{rank}").write_text(str(os.getpid()))
+    began, message = time.monotonic(), "no error"
+    try:
+        while time.monotonic() < began + 60:
+            plan.run(batch)
+    except Exception as e:
+        message = f"{type(e).__name__}: {e}"
+    waited = time.monotonic() - began
+    plan.close()
+    return {"message": message, "waited_s": waited, "trained": bool(torch.isfinite(model[0].linear.weight).all())}
+
+
+def next_batch_never_comes() -> None:
+    threading.Event().wait(20)

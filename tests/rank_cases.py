@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from training import Trained, norm_wise, state_of, train_plainly
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.checkpoint_files import complete
+from slidedp.executor.checkpoint_files import FileLayer, complete
 from slidedp.executor.options import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
@@ -312,3 +315,56 @@ def resume_checkpoint(directory: str, resident: list[str]) -> str:
         plan.save(f"{directory}/again")
         plan.run(shares(world, 2)[rank])
     return saved_digest(f"{directory}/again")
+
+
+class RankOneIsFull(FileLayer):
+    """Rank 1's disk has no room after some writes."""
+
+    num_writes = 0
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+        self.num_writes += 1
+        if dist.get_rank() == 1 and self.num_writes > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write_at(fd, data, offset)
+
+
+def saves_beside_training(directory: str) -> dict[str, Any]:
+    """The same five steps, saved after the second by a save that all wait for and by one that none does; then what goes wrong."""
+    rank, world = start()
+    digests: list[str] = []
+    random = Random(rank)
+    for how in ("alone", "beside"):
+        torch.manual_seed(7)
+        with checkpointed(["L00", "shared0"]) as plan:
+            if how == "beside":
+                plan._options = MachineOptions(delay=lambda op: random.random() * 4e-3 if random.random() < 0.3 else 0.0)
+            for step in range(5):
+                plan.run(shares(world, step)[rank])
+                if step == 1:
+                    plan.save(f"{directory}/{how}", wait=how == "alone", save_buffer="48KiB")
+            digests.append(state_of(plan).digest())
+            if how == "beside":
+                out = {"digests": digests, **saves_that_fail(plan, directory, rank, world)}
+    return out
+
+
+def saves_that_fail(plan: slidedp.Plan, directory: str, rank: int, world: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    try:
+        out["misused"] = "no error"
+        plan.run(shares(world, 5)[rank]) if rank else plan.save(directory)
+    except ValueError as e:
+        out["misused"] = str(e)
+    with patch("slidedp.plan.FileLayer", RankOneIsFull):
+        handle = plan.save(f"{directory}/beside", wait=False, save_buffer="48KiB")
+    try:
+        out["full"] = "no error"
+        for _ in range(1000):
+            plan.run(shares(world, 5)[rank])
+            handle._ended.wait(0.1)
+    except ValueError as e:
+        out["full"] = str(e)
+    done = plan._machine.num_steps
+    out["after"] = plan.run(shares(world, 6)[rank]).step - done + 6
+    return out

@@ -1,6 +1,7 @@
 """Several ranks as plain processes, for tests: what torchrun does, with every log kept and nothing left behind.
 
-Run as a program, `python ranks.py TARGET [FUNCTION]`, this file is also the entry point of one rank.
+Run as a program, `python ranks.py TARGET [FUNCTION]`, this file is also the entry point of one rank, and with ``--serve`` the
+server that forks ranks (rank_server.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from rank_server import ForkedRank, RankServer, serve
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>: the signal a process gets when its parent dies
 
@@ -48,7 +51,7 @@ class RunRanks(Protocol):
 class Ranks:
     """Live rank processes, each in a session of its own so that its children die with it."""
 
-    def __init__(self, processes: list[subprocess.Popen[bytes]], log_dir: Path) -> None:
+    def __init__(self, processes: list[subprocess.Popen[bytes] | ForkedRank], log_dir: Path) -> None:
         self.processes = processes
         self.log_dir = log_dir
 
@@ -101,8 +104,13 @@ class Ranks:
         return "\n".join(parts)
 
 
-def launch(target: Target, num_ranks: int, *args: object, log_dir: Path, env: Mapping[str, str] | None = None) -> Ranks:
-    """Start `num_ranks` processes with torchrun's environment on a free local port; logs go to `log_dir`."""
+def launch(
+    target: Target, num_ranks: int, *args: object, log_dir: Path, server: RankServer, env: Mapping[str, str] | None = None
+) -> Ranks:
+    """Start `num_ranks` processes with torchrun's environment on a free local port; logs go to `log_dir`.
+
+    They are forks of `server`; with an `env` of the test's own, which libraries may read at their start, new processes.
+    """
     log_dir.mkdir(parents=True)
     if callable(target):
         if "<locals>" in target.__qualname__:
@@ -121,25 +129,26 @@ def launch(target: Target, num_ranks: int, *args: object, log_dir: Path, env: Ma
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[bytes] | ForkedRank] = []
     ranks = Ranks(processes, log_dir)
     try:
         for rank in range(num_ranks):
             rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLIDEDP_TEST_RESULT": str(log_dir / f"rank{rank}.json")}
-            with open(log_dir / f"rank{rank}.log", "wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, __file__, *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**shared_env, **rank_env, **(env or {})},
-                    start_new_session=True,
-                )
-            processes.append(process)
+            whole_env, log = {**shared_env, **rank_env, **(env or {})}, log_dir / f"rank{rank}.log"
+            if env:
+                processes.append(_new_process(command, whole_env, log))
+            else:
+                processes.append(server.start(Path(__file__), command, whole_env, log))
     except BaseException:
         ranks.kill()
         raise
     return ranks
+
+
+def _new_process(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as file:
+        return subprocess.Popen([sys.executable, __file__, *command], stdin=subprocess.DEVNULL, stdout=file,
+                                stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
 def _free_port() -> int:
@@ -148,10 +157,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _die_with_parent() -> None:
+    """A killed pytest leaves no ranks behind, and no server."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _main(path: str, function: str, json_args: str) -> None:
     """One rank: run the script, or call the function and leave its result where the parent looks for it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed pytest leaves no ranks behind
+    _die_with_parent()
     args = json.loads(json_args)
     if not function:
         sys.argv = [path, *args]
@@ -168,4 +182,7 @@ def _main(path: str, function: str, json_args: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve"]:
+        _die_with_parent()
+        sys.argv[1:] = serve()
     _main(*sys.argv[1:])

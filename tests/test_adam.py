@@ -327,3 +327,6 @@ def test_decay_patterns_ignore_case():
     assert AdamW().decays("h.0.attn.weight")
     assert AdamW(no_decay=()).decays("h.0.attn.bias")
     assert AdamW(no_decay=["Embed"]).no_decay == ("Embed",)
+    anchored = AdamW(no_decay=("^head.weight$", "bias$"))  # the beginning and the end of a name
+    assert [anchored.decays(name) for name in ("Head.weight", "lm_head.weight", "h.0.bias", "h.0.bias_scale")] == [
+        False, True, False, True]  # fmt: skip

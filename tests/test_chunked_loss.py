@@ -310,7 +310,7 @@ def test_longer_batches_get_more_chunks_unless_their_number_is_pinned() -> None:
         out = []
         for batch in (1, 4, 8):
             ids = torch.zeros(batch, 1024, dtype=torch.long)
-            draft = planner.draft({"input_ids": ids, "labels": ids})
+            draft = planner.draft([{"input_ids": ids, "labels": ids}])
             out.append(planner.finish(draft, planner.decide(draft)).decisions.head_chunks)
         return out
 

@@ -19,7 +19,8 @@ from slidedp.executor.step import StepResult
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 OPTIMIZER = slidedp.AdamW(lr=1e-3)
-POLICIES = [{"chunks": 2}, {"state": "hbm", "chunks": 2}, {"layers": {"L01": {"state": "hbm"}}, "grad_slots": 1}]
+POLICIES = [{"chunks": 2}, {"state": "hbm", "chunks": 2}, {"layers": {"L01": {"state": "hbm"}}, "grad_slots": 1},
+            {"update": "speculative", "chunks": 2}]
 MAX_NORM = 0.05
 
 

@@ -18,7 +18,7 @@ from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import EventGraph
 from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.layergraph import Group, LayerGraph
+from slidedp.compiler.layergraph import Group, LayerGraph, recut
 from slidedp.compiler.maxplus import is_period, max_cycle_ratio, simulate_events, start_times
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.memoryrows import memory_rows
@@ -83,6 +83,7 @@ MODELS = [
     (medium(world_size=2, dtype="float32"), "cpu", {"delivery_chunks": 1, "return_chunks": 4}),
     (looking_up(medium(), 4096, 40000), "h200x1", None),
     (looking_up(tied(medium(world_size=4)), 4096, 40000), "h200x4", {"reduction": "cpu"}),
+    (recut(medium(), 3), "h200x1", {"slices": 3}),
 ]
 
 
@@ -117,13 +118,17 @@ def test_period_is_that_of_the_simulated_ops(layers: LayerGraph, hw_name: str, p
 
 @pytest.mark.parametrize(("layers", "hw_name", "policy"), [MODELS[0], MODELS[2], MODELS[5]])
 def test_period_of_deferred_updates(layers: LayerGraph, hw_name: str, policy: dict[str, Any] | None) -> None:
-    """They wait for the end of compute, which costs time where the host binds."""
+    """They wait for the end of compute, which costs time where the host binds; of layers that speculate, nothing."""
     hw, periods = load_profile(hw_name), []
-    for update in ("in_backward", "deferred"):
-        graph = event_graph(layers, hw, {**(policy or {}), "update": update}, shared_rates=False)
+    late = {"update": "deferred", "layers": {layers.layers[-1].groups[0]: {"update": "speculative"}}}
+    for update in ({"update": "in_backward"}, {"update": "deferred"}, {"update": "speculative"}, late):
+        graph = event_graph(layers, hw, {**(policy or {}), **update}, shared_rates=False)
         periods.append(float(max_cycle_ratio(graph, graph.choices.default).ratio))
-        assert periods[-1] == pytest.approx(timeline(layers, hw, graph.choices.defaults).step_us, rel=0.02)
-    assert periods[1] > 1.05 * periods[0]
+        assert periods[-1] == pytest.approx(timeline(layers, hw, graph.choices.defaults).step_us, rel=0.03)
+    in_backward, deferred, speculative, one_layer = periods
+    assert deferred > 1.05 * in_backward
+    assert speculative <= 1.02 * in_backward
+    assert speculative <= one_layer <= deferred
 
 
 @pytest.mark.parametrize("batch", [4, 16, 64])
@@ -268,11 +273,11 @@ def test_what_is_retained_is_not_recomputed() -> None:
     recomputed = event_graph(layers, hw, {"act": "recompute"})
     assert base[Stream.GPU] == recomputed.busy_us(recomputed.choices.default)[Stream.GPU]
     at = next(i for i, f in enumerate(choices.families) if f.key == ("L04", "act"))
-    stage = layers.stage("L04")
+    stage, number = next((s, i) for i, s in enumerate(layers.stages) if s.name == "L04")
     for option in (1, 2):
         selection = [option if i == at else 0 for i in range(len(choices.families))]
         busy = graph.busy_us(selection)
-        assert base[Stream.GPU] - busy[Stream.GPU] == costs.recompute(stage, "recompute") > 0
+        assert base[Stream.GPU] - busy[Stream.GPU] == costs.recompute(number, "recompute") > 0
         hbm = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)[0]
         report = estimate_memory(layers, choices.decode(selection))
         windows = sum(max(x.at(selection) for x in each) for each in hbm.maxima[-1:])  # as if all went that may

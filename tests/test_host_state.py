@@ -84,6 +84,7 @@ def test_bytes_and_buffers_follow_the_decisions():
     assert state.bytes_by_place() == {
         "master": 4 * 384,
         "moments": 8 * 128,
+        "candidates": 0,
         "shadow": 2 * 384,
         "grads": 2 * 128,
         "raw_grads": 0,

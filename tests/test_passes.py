@@ -32,7 +32,12 @@ def tiny(num_layers: int = 3, world: int = 2, *, layer: int = 1024, frozen: int 
 
 
 def uniform(layers: LayerGraph, window: int = 2, update: Update = Update.IN_BACKWARD, **decision: object) -> Decisions:
-    return Decisions({g.name: GroupDecision(**decision) for g in layers.groups}, window=window, update=update)
+    """`update`: speculative of all groups but L00."""
+    groups = {g.name: GroupDecision(**decision) for g in layers.groups}
+    if update is Update.SPECULATIVE:
+        groups = {name: replace(d, update=update) if name != "L00" else d for name, d in groups.items()}
+        update = Update.DEFERRED
+    return Decisions(groups, window=window, update=update)
 
 
 CASES = {
@@ -42,6 +47,7 @@ CASES = {
     "resident": (tiny(2, 2), dict(state=StateHome.HBM, return_chunks=2)),
     "deferred": (tiny(2, 2), dict(update=Update.DEFERRED, return_chunks=2)),
     "deferred_resident": (tiny(2, 1), dict(update=Update.DEFERRED, state=StateHome.HBM)),
+    "speculative": (tiny(2, 2), dict(update=Update.SPECULATIVE, return_chunks=2)),
 }
 
 
@@ -83,13 +89,14 @@ def test_every_combination_is_sound(world, window):
 
 
 MUTATED = [(1, 4, "in_backward"), (2, 1, "in_backward"), (2, 10, "in_backward"), (3, 13, "in_backward"), (2, 16, "in_backward"),
-           (4, 22, "in_backward"), (1, 4, "deferred"), (2, 1, "deferred"), (3, 16, "deferred")]
+           (4, 22, "in_backward"), (1, 4, "deferred"), (2, 1, "deferred"), (3, 16, "deferred"), (1, 4, "speculative"),
+           (2, 1, "speculative"), (2, 13, "speculative"), (3, 16, "speculative")]
 
 
 @pytest.mark.parametrize(("world", "route", "update"), MUTATED)
 def test_every_edge_is_needed(world, route, update):
     """The mutation contract: delete any single edge of a lowered plan and the verifier names what breaks."""
-    layers = tiny(3, world, layer=64 * 12 * 7, frozen=64 * 12)
+    layers = tiny(3, world, layer=64 * 12 * 7, frozen=64 * 12 * (update != "speculative"))
     graph = lower(layers, uniform(layers, update=Update(update), **ROUTES[route]))
     for edge in graph.edges:
         mutant = graph.with_(edges=tuple(e for e in graph.edges if e is not edge))
@@ -143,7 +150,8 @@ def test_residence_with_every_route(world, where):
 
 RESIDENT_CASES = [(1, "all", 4, "in_backward"), (1, "tied", 10, "in_backward"), (2, "all", 1, "in_backward"),
                   (2, "first", 13, "in_backward"), (3, "tied", 22, "in_backward"), (2, "held", 19, "in_backward"),
-                  (1, "first", 4, "deferred"), (2, "all", 1, "deferred"), (2, "tied", 13, "deferred")]
+                  (1, "first", 4, "deferred"), (2, "all", 1, "deferred"), (2, "tied", 13, "deferred"),
+                  (2, "tied", 13, "speculative")]
 
 
 @pytest.mark.parametrize(("world", "where", "route", "update"), RESIDENT_CASES)
@@ -174,6 +182,26 @@ def test_a_deferred_update_waits_for_every_gradient(world):
         reach = Reach(graph)
         for update in (op for op in graph if op.kind is OpKind.CPU_UPDATE):
             assert all(reach.precedes(norm.name, update.name, 0, other) for norm in norms for other in (False, True)[:world])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_candidate_is_made_before_the_norm_is_known_and_taken_after(world):
+    """Whatever the route: it is settled behind the norm, and after it is there on this rank; frozen parts are never in one."""
+    for route in ROUTES:
+        layers = tiny(3, world, layer=64 * 12 * 7)
+        layers = replace(layers, groups=tuple(replace(g, num_trainable=g.numel - 64 * 12) if g.name == "L01" else g
+                                              for g in layers.groups))
+        graph = lower(layers, uniform(layers, update=Update.SPECULATIVE, **route))
+        reach = Reach(graph)
+        settled = {op.layer for op in graph if op.kind is OpKind.SETTLE}
+        assert settled == {"shared0", "L02", "epilogue"}
+        for update in (op for op in graph if op.kind is OpKind.CPU_UPDATE):
+            assert reach.precedes("clip", update.name) is (update.layer not in settled)
+            if update.layer in settled:
+                settle = update.name.replace("cpu_update", "settle")
+                assert reach.precedes("clip", settle)
+                assert reach.precedes(update.name, settle)
+                assert reach.precedes(settle, update.name, 1), "it writes over what the settled step has left"
 
 
 def test_mutation_names_both_ops():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from slidedp.executor.liveness import Watchdog, is_alive, process_start_time
 from slidedp.executor.segment import SharedSegment
+from slidedp.executor.tickets import Ticket
 from slidedp.executor.words import LEFT, LOSS_DEPTH, AbortReason, PeerError, Words, WordsLayout
 
 pytestmark = pytest.mark.cpu
@@ -167,7 +168,7 @@ def test_a_rank_that_closed_is_not_waited_for(make_ranks):
     second.store(second.alive[1], 0, LEFT)
     first.publish(0, 1)
     first.wait(0, 1)  # it had done this before it left
-    with pytest.raises(PeerError, match=r"rank 1 has closed its plan while rank 0 still waits"):
+    with pytest.raises(PeerError, match=r"rank 1 has closed its plan after step 0 while rank 0 still waits"):
         first.wait(0, 2)
 
 
@@ -233,6 +234,17 @@ def test_a_stuck_rank_has_time_to_notice(make_ranks):
     while words.aborted(own=True) is None:
         time.sleep(0.01)
     assert not ended.wait(0.2)
+    dog.stop()
+
+
+def test_a_rank_in_its_callers_code_is_not_ended_because_another_hangs(make_ranks):
+    first, second = make_ranks(2)
+    ended = threading.Event()
+    dog = Watchdog(first, interval_s=0.01, grace_s=0.05, exit_process=lambda code: ended.set())
+    second.abort(1, AbortReason.HUNG, "rank 1 hangs")
+    assert not ended.wait(0.3)
+    assert not Ticket().wait_done(1.0)  # a call of ours
+    assert ended.is_set()
     dog.stop()
 
 

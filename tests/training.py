@@ -157,11 +157,11 @@ def log_gradients(plan: slidedp.Plan) -> list[dict[str, Tensor]]:
     machine, steps = plan._machine, []
     update = machine.adam.update
 
-    def log(group: str, lo: int, hi: int, step: int, present: Any = None, scale: float = 1.0, **rows: Any) -> None:
+    def log(group: str, lo: int, hi: int, step: int, present: Any = None, scale: float = 1.0, **kwargs: Any) -> None:
         while len(steps) < step:
             steps.append({n: torch.zeros_like(g) for n, g in machine.state.grad.items()})
         steps[step - 1][group][lo:hi] = machine.state.grad[group][lo:hi]
-        update(group, lo, hi, step, present, scale, **rows)
+        update(group, lo, hi, step, present, scale, **kwargs)
 
     machine.adam.update = log
     machine.native_updates = lambda step: None  # updates come as Python functions

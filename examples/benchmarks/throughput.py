@@ -1,10 +1,21 @@
-"""Tokens per second of a Qwen3 shape through a plan, beside a compute-only reference in the same process.
+r"""Tokens per second of a Qwen3 shape through plans, beside a compute-only reference in the same process.
 
     python examples/benchmarks/throughput.py --size 4B --batch 16,64
+    python examples/benchmarks/throughput.py --size 4B --batch 8,16 --measure solver=rule state=host act=recompute / solver=cp-sat
 
 Random weights, synthetic tokens. The reference keeps BF16 weights on the GPU, recomputes every layer, and has no optimizer:
 what the GPU alone could do. One JSON line a run; ratios are what to quote, since hosts differ. Liger kernels (rotary, norm,
 SwiGLU) are used on both sides where installed. Host memory is the process's proportional set size.
+
+`bound_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
+the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
+`waits_s`: how long the GPU waits in a step, by what it waits for as predicted, in all as measured.
+
+    python examples/benchmarks/throughput.py --size 4B --batch 16,64 state=host / state=host max_grad_norm=inf \
+        / state=host max_grad_norm=1e-9
+
+measures what clipping costs: no norm, a limit that no step reaches, one that every step does. `over_first_case`: a step over that
+of the same batch in the first case.
 """
 
 from __future__ import annotations
@@ -25,31 +36,89 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import slidedp
 from slidedp.presets import PRESETS
 
+ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
+"""Keys of a case that are arguments of `slidedp.compile`; the others are its policy."""
+
 
 def main() -> None:
     args = parse_arguments()
+    profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else "auto"
+    if args.measure:
+        print(json.dumps({"host_dram_gbps": profile.host_dram_gbps, "duplex_gbps": profile.duplex_gbps,
+                          "cpu_adam_gparams": profile.cpu_adam_gparams}), flush=True)
     model = build(args.size)
+    reference: dict[int, float] = {}
     if args.reference:
         for batch in args.batch:
-            report("compute-only+recompute", args, batch, *compute_only(model, batch, args.seq, args.steps))
+            times = compute_only(model, batch, args.seq, args.steps)
+            report("compute-only+recompute", args, batch, times)
+            reference[batch] = statistics.median(times)
     model.to("cpu", torch.float32)
     torch.cuda.empty_cache()
-    policy = dict(pair.split("=") for pair in args.policy)
-    policy = {key: int(value) if value.isdigit() else value for key, value in policy.items()}
-    for batch in args.batch:  # a plan each: what fits one batch is another's waste
-        with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-5), policy=policy or None, solver=args.solver,
-                             max_grad_norm=args.max_grad_norm) as plan:
-            started = time.perf_counter()
-            plan.run(tokens(batch, args.seq))
-            plan.synchronize()
-            print(f"planned and ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
-            torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
-            batches = (tokens(batch, args.seq) for _ in range(args.steps + 1))
-            results = [plan.run(b) for b in batches]
-            times = [r.wall_s for r in results][1:]
-            report("slidedp", args, batch, times, host_gib=round(pss_bytes() / 2**30, 1), loss=round(results[-1].loss, 3),
-                   predicted_s=round(plan.simulate().step_us / 1e6, 4))
-            print(f"predicted {plan.simulate()}\nmeasured {plan.measure(tokens(batch, args.seq) for _ in range(3))}", flush=True)
+    first: dict[int, float] = {}
+    for case in cases(args.case):
+        for batch in args.batch:  # a plan each: what fits one batch is another's waste
+            run(model, batch, case, profile, args, reference.get(batch), first)
+
+
+def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
+        first: dict[int, float]) -> None:
+    """One plan. `first`: seconds of a step by batch, of the first case that ran it."""
+    arguments = {key: case[key] for key in ARGUMENTS if key in case}
+    policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
+    try:
+        plan = slidedp.compile(model, profile, example=tokens(batch, args.seq), optimizer=slidedp.AdamW(lr=1e-5),
+                               policy=policy or None, **arguments)
+    except ValueError as error:
+        print(json.dumps({"system": "slidedp", "batch": batch, "case": case, "error": str(error)}), flush=True)
+        return
+    with plan:
+        started = time.perf_counter()
+        plan.run(tokens(batch, args.seq))
+        plan.synchronize()
+        print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
+        torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
+        results = [plan.run(tokens(batch, args.seq)) for _ in range(args.steps + 1)]
+        times = [r.wall_s for r in results][1:]
+        step_s, predicted = statistics.median(times), plan.simulate()
+        peak = {"host_gib": round(pss_bytes() / 2**30, 1), "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
+        measured = plan.measure(tokens(batch, args.seq) for _ in range(3))
+        loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
+        bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
+        bound = max([reference_s or 0.0, *bounds.values()])
+        over_first = step_s / first.setdefault(batch, step_s)
+        report("slidedp", args, batch, times, case=case, **peak, loss=round(results[-1].loss, 3),
+               predicted_s=round(predicted.step_us / 1e6, 4),
+               measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
+               to_reference=round(reference_s / step_s, 3) if reference_s else None,
+               bounds_s={key: round(value, 3) for key, value in bounds.items()}, bound_over_step=round(bound / step_s, 3),
+               waits_s={str(kind): round(us / 1e6, 3) for kind, us in predicted.exposed_by.items()}
+               | {"measured": round(measured.exposed_us / 1e6, 3)},
+               busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
+                       if s in measured.busy_us},  # measured, predicted
+               over_first_case=round(over_first, 4), **clipping(plan))
+        print(f"predicted {predicted}\nmeasured {measured}", flush=True)
+
+
+def clipping(plan: slidedp.Plan) -> dict[str, int]:
+    """Groups that speculate, and what came of it in all steps so far; nothing for a plan that takes no norm."""
+    decisions, counters = plan.decisions, plan.counters()
+    if decisions.update == "in_backward":
+        return {}
+    return {"groups": len(decisions.groups), "speculating": sum(d.update == "speculative" for d in decisions.groups.values()),
+            **{key: counters.get(key, 0) for key in ("clipped_steps", "skipped_steps", "cpu_update", "redone_update")}}
+
+
+def cases(words: list[str]) -> list[dict[str, Any]]:
+    """``a=1 b=x / c=2`` -> two cases. No words: one case that pins nothing."""
+    found: list[dict[str, Any]] = [{}]
+    for word in words:
+        if word == "/":
+            found.append({})
+        else:
+            key, value = word.split("=", 1)
+            found[-1][key] = float(value) if key == "max_grad_norm" else int(value) if value.isdigit() else value
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,10 +127,9 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=5, help="measured steps; one more warms up")
-    p.add_argument("--max-grad-norm", type=float, help="clip by the norm of all gradients; inf: only take it")
     p.add_argument("--no-reference", dest="reference", action="store_false")
-    p.add_argument("--solver", default="cp-sat", help="cp-sat or rule")
-    p.add_argument("policy", nargs="*", help="KEY=VALUE pins, e.g. window=4 source=cast")
+    p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
+    p.add_argument("case", nargs="*", help="KEY=VALUE pins and " + ", ".join(ARGUMENTS) + "; '/' begins another case")
     return p.parse_args()
 
 
@@ -90,8 +158,8 @@ def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def compute_only(model: Any, batch: int, seq: int, steps: int) -> tuple[list[float]]:
-    """Forward and backward with full recompute; gradients are dropped as they come."""
+def compute_only(model: Any, batch: int, seq: int, steps: int) -> list[float]:
+    """Seconds of forward and backward with full recompute; gradients are dropped as they come."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     drop: Callable[[torch.Tensor], None] = lambda p: setattr(p, "grad", None)  # noqa: E731
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
@@ -100,7 +168,7 @@ def compute_only(model: Any, batch: int, seq: int, steps: int) -> tuple[list[flo
     for hook in hooks:
         hook.remove()
     model.gradient_checkpointing_disable()
-    return (times,)
+    return times
 
 
 def timed(step: Callable[[], object], steps: int) -> Iterator[float]:

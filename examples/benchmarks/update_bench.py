@@ -1,16 +1,17 @@
 """The CPU update alone: parameters per second by threads, what a queue adds to a task, and both with the links busy.
 
-    python examples/benchmarks/update_bench.py                     # on the machine to be known; 16 bytes of memory a parameter
+    python examples/benchmarks/update_bench.py                     # on the machine to be known; 30 bytes of memory a parameter
     python examples/benchmarks/update_bench.py --params 50 --threads 1,2
 
 One JSON line a measurement:
 
 ``kernel``     one call over everything, BF16 gradient in, BF16 shadow out; `reference`: the simplest kernel that vectorises,
                OpenMP with equal shares (as in a plain CPU Adam), on the same memory. The two take turns; medians
+``apart``      the same update out of place, as of a group that speculates: new state and shadow in buffers of their own
 ``queue``      the same elements in tasks of so many MB of gradient, all ready: by the native queue and by the Python worker.
                `idle_us`: what a task takes beyond its share of `kernel`. `busy`: while another Python thread never rests.
                `alone_us`: from submitting to done of one update of 64 parameters, when nothing else is queued
-``links``      (with a GPU) `kernel` and `reference` while both DMA directions copy without pause; GB/s of each
+``links``      (with a GPU) `kernel`, `reference` and `apart` while both DMA directions copy without pause; GB/s of each
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from pathlib import Path
 
 import torch
 
-from slidedp.compiler.decisions import Decisions, GroupDecision, Source
+from slidedp.compiler.decisions import Decisions, GroupDecision, Source, Update
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.host_state import HostState
-from slidedp.executor.native.build import StepConstants
+from slidedp.executor.native.build import StepConstants, What
 from slidedp.executor.streams import Streams
 from slidedp.executor.updates import UpdateQueue
 
@@ -68,7 +69,8 @@ def main() -> None:
     args = parse_arguments()
     numel = args.params * 1_000_000 // 64 * 64
     group = Group(NAME, numel, numel, (NAME,), (Param(("weight",), (numel,), 0),))
-    state = HostState((group,), Decisions({NAME: GroupDecision(source=Source.SHADOW)}), rank=0, world_size=1,
+    decision = GroupDecision(source=Source.SHADOW, update=Update.SPECULATIVE)
+    state = HostState((group,), Decisions({NAME: decision}, update=Update.DEFERRED), rank=0, world_size=1,
                       compute_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, num_words=1)
     for i in range(0, numel, 1 << 24):  # not zeros: their square roots may be faster than others
         state.master[NAME][i : i + (1 << 24)].normal_()
@@ -81,11 +83,14 @@ def main() -> None:
         mine_s, theirs_s = in_turns(ours, theirs, args.repeats)
         report("kernel", threads, numel, mine_s, reference_gparams=round(numel / theirs_s / 1e9, 3),
                ratio=round(theirs_s / mine_s, 3))
+        apart = numbered(lambda step, adam=adam: adam.update(NAME, 0, numel, step, what=What.SPECULATE))
+        mine_s, apart_s = in_turns(ours, apart, args.repeats)
+        report("apart", threads, numel, apart_s, ratio=round(mine_s / apart_s, 3))
         if threads in args.queue_threads:
             for megabytes in args.megabytes:
                 measure_queues(adam, state, threads, megabytes, args.repeats)
         if torch.cuda.is_available():
-            links(threads, numel, ours, theirs, args.repeats)
+            links(threads, numel, {"ours": ours, "reference": theirs, "apart": apart}, args.repeats)
     state.close(keep_master=False)
 
 
@@ -134,10 +139,11 @@ def measure_queues(adam: CpuAdam, state: HostState, threads: int, megabytes: int
     streams.close()
 
 
-def links(threads: int, numel: int, ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> None:
-    for name, run in (("ours", ours), ("reference", theirs)):
+def links(threads: int, numel: int, kernels: dict[str, Callable[[], object]], repeats: int) -> None:
+    for name, run in kernels.items():
         with both_directions(256 << 20) as moved:
-            run()
+            while not all(moved):  # until both copy: their memory takes a while to pin
+                run()
             before, began = list(moved), time.perf_counter()
             seconds = [timed(run) for _ in range(repeats)]
             wall_s = time.perf_counter() - began

@@ -160,7 +160,7 @@ int64_t slidedp_adamw(void* pool, float* p, float* m, float* v, const void* grad
                       float beta2, float one_minus_beta2, float eps) {
     auto* list = static_cast<const Segment*>(segments);
     Blocks blocks(std::vector<Segment>(list, list + num_segments));
-    Tensors tensors{p, m, v, grad, shadow};
+    Tensors tensors{{p, m, v, shadow}, grad, {p, m, v, shadow}};
     Betas betas{beta1, one_minus_beta1, beta2, one_minus_beta2, eps};
     UpdateBlock run = update_block_of(grad_dtype, shadow_dtype);
     return run_blocks(static_cast<Pool*>(pool), blocks.count(),
@@ -172,7 +172,7 @@ int64_t slidedp_update_now(void* pool, const void* update, int64_t step, double 
                            double scale) {
     auto* the = static_cast<const Update*>(update);
     Blocks blocks = the->begin(step, lr, Present{present, 1, 0}, float(scale));
-    return run_blocks(static_cast<Pool*>(pool), blocks.count(), [&](int64_t block) { return the->run(blocks, block); });
+    return run_blocks(static_cast<Pool*>(pool), blocks.count(), [&](int64_t block) { return the->run(step, blocks, block); });
 }
 
 void slidedp_cast(void* pool, const float* source, void* out, int32_t dtype, int64_t numel) {

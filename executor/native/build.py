@@ -21,6 +21,7 @@ import os
 import platform
 import shutil
 import tempfile
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ FOLDER = Path(__file__).parent
 SOURCES = (FOLDER / "adamw.cpp", FOLDER / "queue.cpp")
 
 SEGMENT = np.dtype(
-    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4")]
+    [("start", "<i8"), ("end", "<i8"), ("keep", "<f4"), ("step_size", "<f4"), ("inv_bias2_sqrt", "<f4"), ("scale", "<f4"),
+     ("copied", "<i8")]
 )
-"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient."""
+"""Mirrors ``struct Segment``: elements ``[start, end)`` of a group that share their coefficients. `scale`: of the gradient;
+`copied`: 1 if there is none."""
 
 PART = np.dtype([("param", "<i8"), ("start", "<i8"), ("end", "<i8"), ("decays", "<i8")])
 """Mirrors ``struct Part``: elements ``[start, end)`` of a group, of its trainable parameter number `param`."""
+
+STATE = np.dtype([("master", "<u8"), ("exp_avg", "<u8"), ("exp_avg_sq", "<u8"), ("shadow", "<u8")])
+"""Mirrors ``struct State``: addresses of a group's buffers; `shadow` 0 for none."""
 
 GATE = np.dtype([("words", "<u8"), ("at_least", "<i8")])
 """Mirrors ``struct Gate``: the address of one word a rank, and what each has to reach."""
@@ -51,6 +57,14 @@ DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2}
 """Mirrors ``enum Dtype``; 0 stands for no tensor."""
 
 _POINTER, _INT32, _INT64, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+
+
+class What(IntEnum):
+    """Mirrors ``enum What``: an update of the state in place; what it would be next, elsewhere; and what becomes of that."""
+
+    UPDATE = 0
+    SPECULATE = 1
+    SETTLE = 2
 
 
 class Recipe(ctypes.Structure):
@@ -91,7 +105,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "slidedp_update_create": (
         _POINTER,
-        [_POINTER] * 4 + [_INT32, _POINTER, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
+        [_INT32, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
     ),
     "slidedp_update_take_rows": (None, [_POINTER, _POINTER]),
     "slidedp_update_destroy": (None, [_POINTER]),
@@ -170,8 +184,10 @@ def _build(cpp_extension: Any, name: str, flags: list[str], folder: Path, librar
 def _flags() -> list[str]:
     # No contraction and no fast-math: see the head of elements.h. The two -fno flags only drop errno and trap handling,
     # without which sqrt and conditional moves do not vectorise; values are untouched.
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return ["-O3", native, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    # compilers prefer 256 bits to 512 on processors that would clock lower for it; this loop waits for memory, not the clock
+    native = ["-march=native", "-mprefer-vector-width=512"] if x86 else ["-mcpu=native"]
+    return ["-O3", *native, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def _key(flags: list[str]) -> str:

@@ -168,7 +168,7 @@ private:
             int64_t wake = sleeping_ > 0 && (more || !ready_.empty()) ? 2 : 0;  // and each of the two wakes two
             lock.unlock();
             for (; wake > 0; wake--) work_.notify_one();
-            int64_t bad = task->update->run(task->blocks, block);
+            int64_t bad = task->update->run(task->step.step, task->blocks, block);
             lock.lock();
             if (bad >= 0) {
                 task->bad = task->bad < 0 ? bad : std::min(task->bad, bad);
@@ -266,11 +266,12 @@ private:
 
 extern "C" {
 
-void* slidedp_update_create(float* master, float* exp_avg, float* exp_avg_sq, const void* grad, int32_t grad_dtype, void* shadow,
-                            int32_t shadow_dtype, const Part* parts, int64_t num_parts, int64_t* counts, int64_t num_params,
-                            const Recipe* recipe) {
-    return new (std::nothrow) Update({master, exp_avg, exp_avg_sq, grad, shadow}, grad_dtype,
-                                     update_block_of(grad_dtype, shadow_dtype), std::vector<Part>(parts, parts + num_parts),
+// `states`: two, the same twice if the group does not speculate; `sides` is then null.
+void* slidedp_update_create(int32_t what, const State* states, const int64_t* sides, const void* grad, int32_t grad_dtype, int32_t shadow_dtype,
+                            const Part* parts, int64_t num_parts, int64_t* counts, int64_t num_params, const Recipe* recipe) {
+    bool apart = What(what) == What::kSpeculate;
+    UpdateBlock run = apart ? update_block_apart_of(grad_dtype, shadow_dtype) : update_block_of(grad_dtype, shadow_dtype);
+    return new (std::nothrow) Update(What(what), {states[0], states[1]}, sides, grad, grad_dtype, run, std::vector<Part>(parts, parts + num_parts),
                                      counts, num_params, *recipe);
 }
 // Before its first step: the update is of some rows of its only parameter, which starts at element 0.

@@ -1,0 +1,52 @@
+"""Reads the state for a checkpoint while a step runs: each part before the update that overwrites it.
+
+A save that goes on beside training is of the state between two steps. The step after it, which would overwrite that state, is
+lowered with a `snapshot` op for every update: it reads the same part of ``P`` at version 0, after the update of the step before
+has made it, and the update waits for it. Ranks read their own parts, so that no rank waits for another's.
+
+Runs on a graph that has been lowered and verified. It adds reads alone, and with each read the two edges that the laws of
+:mod:`slidedp.passes.requirements` ask for: what was sound is sound still (tests/test_snapshot.py has the verifier say so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Ref, Stream
+from slidedp.passes.base import Pass
+
+
+@dataclass(frozen=True)
+class Snapshot(Pass):
+    """Every part of `P` that the step overwrites is read first. The reads stand at the start, those of early updates first."""
+
+    name: ClassVar[str] = "snapshot"
+    requires: ClassVar[frozenset[str]] = frozenset({"updates", "resident updates", "edges"})
+    provides: ClassVar[frozenset[str]] = frozenset({"snapshot"})
+
+    def run(self, graph: OpGraph) -> OpGraph:
+        reads: list[Op] = []
+        edges = list(graph.edges)
+        for update, state in overwrites(graph):
+            op = self.read(state, len(reads))
+            reads.append(op)
+            edges.append(Edge(update.name, op.name, Reason.VERSION, distance=1))
+            edges.append(Edge(op.name, update.name, Reason.REUSE, slot=state.location))
+        return graph.with_(ops=(*reads, *graph.ops), edges=tuple(edges))
+
+    def read(self, state: Ref, position: int) -> Op:
+        group, chunk, world = self.layers.group(state.group), state.chunk, self.layers.world_size
+        assert chunk is not None, f"{state} is not a part of its group"
+        lo, hi = chunk.bounds(group, world)
+        return Op(f"snapshot.{group.name}.c{chunk.index}", OpKind.SNAPSHOT, Stream.CPU, group.name, chunk,
+                  (replace(state, version=0),), bytes=(hi - lo) // world * 12, deadline=position)
+
+
+def overwrites(graph: OpGraph) -> Iterator[tuple[Op, Ref]]:
+    """Each op that makes a new version of persistent master weights and moments, and which part of them."""
+    for op in graph.ops:
+        for ref in op.writes:
+            if ref.value.startswith("P.") and ref.version == 1:
+                yield op, ref

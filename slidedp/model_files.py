@@ -1,0 +1,57 @@
+"""A model on disk: a Hugging Face directory, a GGUF file, or a directory that holds one. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """`gguf`: the file's name in `folder`; None for a Hugging Face directory."""
+
+    folder: Path
+    gguf: str | None = None
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return self._load(AutoTokenizer.from_pretrained)
+
+    def model(self, *, meta: bool = False) -> Any:
+        """The causal language model in training mode, with FP32 weights; with `meta`, none: another rank has them."""
+        from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+        if meta:
+            config = self._load(AutoConfig.from_pretrained)
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        else:
+            quantized = {"quantization_config": GgufConfig(dequantize=True)} if self.gguf else {}
+            model = self._load(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, **quantized)
+        return model.train()
+
+    def _load(self, load: Any, **options: Any) -> Any:
+        where = {"gguf_file": self.gguf} if self.gguf else {}
+        try:
+            return load(self.folder, local_files_only=True, **where, **options)
+        except (OSError, ValueError, KeyError, ImportError) as e:
+            raise ValueError(f"model {self.folder / (self.gguf or '')}: transformers cannot load it: {e}") from e
+
+
+def find_model(path: Path) -> ModelFiles:
+    """What `path` holds. ValueError if that is not one model."""
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelFiles(path.parent, path.name)
+    if (path / "config.json").is_file():
+        return ModelFiles(path)
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(found) == 1:
+        return ModelFiles(path, found[0].name)
+    if found:
+        raise ValueError(f"model {path}: it holds {len(found)} GGUF files; name one, e.g. {found[0]}")
+    raise ValueError(f"model {path}: expected a GGUF file, or a directory with config.json or with one; models are not "
+                     "downloaded: hf download NAME --local-dir DIR does that")

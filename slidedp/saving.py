@@ -1,0 +1,102 @@
+"""Saving beside training: the same checkpoint as :func:`slidedp.checkpoints.save` writes, byte for byte, while steps go on.
+
+What is small (generators, step counts, buffers, `extra`) is taken at once; weights and moments are read before the next step's
+updates overwrite them (passes/snapshot.py, executor/snapshot.py), each rank its own parts, and written into files that all ranks
+share. Every rank has a thread for it, and these meet through process groups of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slidedp.checkpoints import begin_on_all, facts_of_training, on_all, publish_on_all
+from slidedp.compiler.decisions import Decisions
+from slidedp.executor import checkpoint as content
+from slidedp.executor.checkpoint_files import FileFact, FileLayer, partial_of
+from slidedp.executor.machine import Machine
+from slidedp.executor.saving import SaveHandle
+from slidedp.executor.snapshot import Piece, Snapshot, buffers_of
+from slidedp.executor.tensor_files import TensorFile, extents
+
+
+def start_save(machine: Machine, decisions: Decisions, directory: Path, extra: Mapping[str, Any] | None, keep: int,
+               files: FileLayer, optimizer: Mapping[str, Any] | None, buffer_bytes: int) -> SaveHandle:
+    """Begins a checkpoint of the drained `machine`; the updates of its next step wait for it. Collective.
+
+    Raises ValueError for arguments that will not do; on every rank if the checkpoint cannot be begun.
+    """
+    training = facts_of_training(machine, extra, keep, optimizer)
+    snapshot = Snapshot(machine.state, decisions, machine.resident, buffer_bytes)
+    target = begin_on_all(directory, training["step"], machine.collectives, files)
+    writer = Writer(machine, partial_of(target), training, files)
+    collectives = machine.saves.open_collectives()
+
+    def work() -> None:
+        if machine.backend.device.type == "cuda":
+            torch.cuda.set_device(machine.backend.device)  # this thread's, for state that is there
+        on_all(collectives, partial(writer.write_state, snapshot))  # no file is complete before all ranks have written
+        mine = on_all(collectives, writer.seal)
+        publish_on_all(machine, target, training["step"], mine, keep, collectives, files)
+
+    return machine.saves.begin(target, snapshot, work)
+
+
+class Writer:
+    """Writes one rank's share of a checkpoint into `folder`. Made in the user's thread, used in the save's."""
+
+    def __init__(self, machine: Machine, folder: Path, training: Mapping[str, Any], files: FileLayer) -> None:
+        state, model = machine.state, machine.binding.model
+        self._folder, self._files, self._state = folder, files, state
+        self._fds: dict[str, int] = {}
+        parts = content.cut_files(list(state.groups.values()))
+        laid_out = [content.tensor_files(state, part) for part in parts]
+        self._file_of = {name: of for part, of in zip(parts, laid_out, strict=True) for name in part.groups}
+        self._own = [f for of in laid_out[state.rank :: state.world_size] for f in dict.fromkeys(of.values())]
+        self._small: dict[str, Any] = {f"rng-{state.rank:05d}.safetensors": content.rng_states(machine.backend.device)}
+        if state.rank == 0:
+            self._small |= content.write_once(state, model, training, parts)
+
+    def write_state(self, snapshot: Snapshot) -> None:
+        """All pieces of this rank, and the headers of the files that are its own."""
+        try:
+            for file in self._own:
+                self._files.write_at(self._open(file), memoryview(file.header), 0)
+            snapshot.drain(self._write)
+        except OSError as e:
+            raise OSError(e.errno, f"rank {self._state.rank}: {e.strerror or e}", e.filename or str(self._folder)) from e
+        finally:
+            snapshot.stop()  # after an error: no update waits for what will not be written
+            for fd in self._fds.values():
+                os.close(fd)
+
+    def _write(self, piece: Piece, values: Tensor) -> int:
+        num_bytes = 0
+        for row, buffer in zip(values, buffers_of(piece), strict=True):
+            file, raw = self._file_of[piece.group.name][buffer], memoryview(row.numpy()).cast("B")
+            for offset, a, b in extents(piece.group, piece.lo, piece.hi, buffer, file):
+                self._files.write_at(self._open(file), raw[4 * a : 4 * b], offset)
+                num_bytes += 4 * (b - a)
+        return num_bytes
+
+    def _open(self, file: TensorFile) -> int:
+        if file.name not in self._fds:
+            self._fds[file.name] = self._files.open(self._folder / file.name)
+        return self._fds[file.name]
+
+    def seal(self) -> dict[str, FileFact]:
+        """Syncs this rank's files, which all ranks have written into, and writes the small ones; returns their facts."""
+        facts: dict[str, FileFact] = {}
+        for file in self._own:
+            self._files.sync(self._folder / file.name)
+            facts[file.name] = FileFact.of(self._folder / file.name)
+        for name, value in self._small.items():
+            self._files.write(self._folder / name, partial(content.write_file, value=value))
+            facts[name] = FileFact.of(self._folder / name)
+        return facts

@@ -1,0 +1,330 @@
+"""The loop behind ``slidedp train``: data in order, a plan, a schedule, checkpoints, metrics, and a clean end.
+
+    train_config.py   what is asked for          model_files.py  the model on disk
+    documents.py      files to documents         rows.py         documents to rows, kept in files that all ranks map
+    loader.py         rows to batches            stopping.py     SIGTERM and Ctrl-C
+    metrics.py        what is recorded
+
+All ranks run :func:`train` alike; rank 0 alone reads the data and the weights, prints, and writes metrics and the trained model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slidedp.api import compile
+from slidedp.checkpoints import on_all
+from slidedp.executor.checkpoint_files import complete
+from slidedp.executor.collectives import Collectives, open_collectives
+from slidedp.executor.step import StepResult
+from slidedp.loader import Batch, Split, StatefulLoader, in_order
+from slidedp.metrics import Metrics, want_tensorboard
+from slidedp.model_files import find_model
+from slidedp.plan import Plan, StopAsked
+from slidedp.planner import DTYPE_NAMES
+from slidedp.progress import Report, progress_bar
+from slidedp.ranks import Ranks, find_ranks
+from slidedp.rows import IGNORED, Facts, Rows, prepare
+from slidedp.stopping import StopSignals
+from slidedp.train_config import TrainConfig
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+NO_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""Of `transformers.get_scheduler`: those that want a metric at every step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`step`: training steps done, of `num_steps`. `stopped_by`: the signal that ended the run early, on some rank."""
+
+    step: int
+    num_steps: int
+    stopped_by: str | None = None
+
+
+def train(config: TrainConfig) -> Outcome:
+    """Train as `config` says, on this rank. Collective.
+
+    Raises:
+        ValueError: names what cannot be done and the remedy. PeerError: another rank died or failed.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    with StopSignals(quiet=rank != 0) as signals:
+        source = find_model(config.model)
+        want_tensorboard(config.log.tensorboard)
+        check_schedule(config.schedule.name)
+        ranks = find_ranks(config.plan.device)
+        control = open_collectives(torch.device("cpu"), ranks.rank, ranks.world_size)
+        tokenizer = on_all(control, lambda: source.tokenizer() if ranks.rank == 0 else None)
+        loader, heldout = load_data(config, tokenizer, ranks, control)
+        torch.manual_seed(config.seed + ranks.rank)  # dropout, say, of each rank its own
+        say = print_flushed if ranks.rank == 0 else lambda text: None
+        say(f"loading {source.folder / (source.gguf or '')}")
+        model = on_all(control, lambda: source.model(meta=ranks.rank != 0))
+        with compiled(config, model, loader) as plan:
+            say(str(plan))
+            if config.data.packing == "documents":
+                require_documents_apart(plan, loader.example())
+            run = Run(config, tokenizer, ranks, control, plan, loader, heldout, say)
+            signals.save_on_stop(plan.ask_to_stop)
+            outcome = run.to_the_end(signals)
+        control.close()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return outcome
+
+
+def print_flushed(text: str) -> None:
+    """A line on stdout, above the progress bar if there is one."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print(text, flush=True)
+    else:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+# ---- what a run needs ----
+
+
+def load_data(config: TrainConfig, tokenizer: Any, ranks: Ranks, control: Collectives) -> tuple[StatefulLoader, Rows | None]:
+    """The loader, and the held-out rows. Rank 0 prepares what is not there yet. Collective."""
+    data = config.data
+
+    def rows_of(paths: tuple[Path, ...]) -> Rows:
+        def make() -> bytes:
+            if ranks.rank:
+                return b""
+            folder, facts = prepare(config.output / "data", paths, tokenizer, seq=data.seq, packing=data.packing,
+                                    assistant_only=data.assistant_only)
+            print_flushed(f"{', '.join(p.name for p in paths)}: {facts.num_tokens:,} tokens of {facts.num_documents:,} document"
+                          f"{'s' * (facts.num_documents != 1)} in {facts.num_rows:,} rows; {PACKED[data.packing]}")
+            return json.dumps([str(folder), asdict(facts)]).encode()
+
+        folder, facts = json.loads(control.broadcast_bytes(on_all(control, make)))
+        return Rows(Path(folder), Facts(**facts))
+
+    split = Split(config.sequences_a_step(ranks.world_size), config.batch, ranks.rank, ranks.world_size)
+    loader = StatefulLoader(rows_of(data.train), split, seed=config.seed, shuffle=data.shuffle)
+    return loader, rows_of(data.heldout) if data.heldout else None
+
+
+PACKED = {
+    "concat": "documents follow one another, and attention crosses their ends",
+    "documents": "documents follow one another, and attention stays within each",
+    "none": "a document a row, padded",
+}
+
+
+def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader) -> Plan:
+    p = config.plan
+    return compile(
+        model, p.hw, example=loader.example(), optimizer=config.optimizer.describe(), policy=p.policy, hbm_budget=p.hbm_budget,
+        host_budget=p.host_budget, compute_dtype=DTYPES.get(p.compute_dtype or ""), grad_dtype=DTYPES.get(p.grad_dtype or ""),
+        max_grad_norm=config.max_grad_norm, skip_nonfinite=config.skip_nonfinite, device=p.device,
+        update_kernel=p.update_kernel, solver=p.solver)
+
+
+def require_documents_apart(plan: Plan, batch: Batch) -> None:
+    """ValueError unless the model's attention stays within a document when `position_ids` begin anew: two batches that differ
+    in the first document of each row must have the same loss over the second, to the bit but for an unruly kernel. Collective.
+    """
+    half = batch["input_ids"].shape[1] // 2
+    labels, places = batch["input_ids"].clone(), torch.arange(batch["input_ids"].shape[1])
+    labels[:, : half + 1] = IGNORED
+    places = torch.where(places < half, places, places - half)
+    probe = {**batch, "labels": labels, "position_ids": places.expand_as(labels).clone()}
+    other = batch["input_ids"].clone()
+    other[:, :half] = other[:, :half].flip(1) // 2
+    losses = [plan.evaluate({**probe, "input_ids": ids}) for ids in (batch["input_ids"], other)]
+    if not math.isclose(*losses, rel_tol=1e-6):
+        raise ValueError(f"data.packing: documents: this model's attention crosses from one document to the next (losses "
+                         f"{losses[0]} and {losses[1]} of the same document behind different ones); use packing: concat, or none")
+
+
+def check_schedule(name: str) -> None:
+    from transformers.trainer_utils import SchedulerType
+
+    names = [s.value for s in SchedulerType if s.value not in NO_SCHEDULES]
+    if name not in names:
+        raise ValueError(f"schedule.name: {name!r} is unknown; allowed: {', '.join(names)}")
+
+
+def make_scheduler(config: TrainConfig, plan: Plan, num_steps: int) -> Any:
+    """ValueError for options that the schedule does not take."""
+    from transformers import get_scheduler
+
+    s = config.schedule
+    options = dict(s.options)
+    if s.name == "warmup_stable_decay" and not options.keys() & {"num_decay_steps", "num_stable_steps"}:
+        options["num_decay_steps"] = max(1, num_steps // 10)
+    try:
+        return get_scheduler(s.name, plan.optimizer, s.warmup_steps(num_steps), num_steps, options)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"schedule.options: {s.name} does not take them: {e}") from e
+
+
+# ---- the run ----
+
+
+class Run:
+    """One process's part of a training run, from its first step, or the checkpoint that it goes on from, to its end."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Any, ranks: Ranks, control: Collectives, plan: Plan,
+                 loader: StatefulLoader, heldout: Rows | None, say: Callable[[str], object]) -> None:
+        self.config, self.tokenizer, self.ranks, self.control = config, tokenizer, ranks, control
+        self.plan, self.loader, self.heldout, self.say = plan, loader, heldout, say
+        self.num_steps = config.steps or (config.epochs or 1) * loader.steps_per_epoch
+        self.scheduler = make_scheduler(config, plan, self.num_steps)
+        self.checkpoints = config.output / "checkpoints"
+        self.evaluation_due = False
+        self.step = self.saved = self.resume()
+        self.unrecorded: tuple[StepResult, float] | None = None
+        self.report: Report = lambda *_: False
+        self.metrics = None
+        if ranks.rank == 0:
+            self.metrics = Metrics(config.output, done=self.step, evaluate_again=self.step == self.num_steps,
+                                   tensorboard=config.log.tensorboard)
+
+    def to_the_end(self, signals: StopSignals) -> Outcome:
+        """All steps that are left, then the trained model; after a signal on any rank, a checkpoint instead."""
+        name = None
+        try:
+            with progress_bar("training", show=self.ranks.rank == 0, timed=True) as self.report:
+                while self.step < self.num_steps:
+                    self.one_step()
+                self.record()
+            self.finish()
+        except StopAsked:
+            self.save()
+            name = signals.name or "a signal to another rank"
+            self.say(f"stopped by {name} after step {self.step} of {self.num_steps}; the same command goes on from there")
+        if self.metrics is not None:
+            self.metrics.close()
+        return Outcome(self.step, self.num_steps, name)
+
+    def one_step(self) -> None:
+        """What is due after the step before, then a step. Raises StopAsked, on all ranks, with a step done as a whole or not."""
+        if self.evaluation_due:
+            self.evaluate()
+        if self.config.checkpoint.every and self.step and self.step % self.config.checkpoint.every == 0:
+            self.save()
+        place, epoch = self.loader.place, self.loader.epochs_done
+        batches = next(self.loader)
+        try:
+            result = self.plan.run(batches[0] if len(batches) == 1 else batches)
+        except StopAsked:
+            self.loader.place = place
+            raise
+        self.step = result.step
+        self.record()  # the step before this one: reading a step's figures at once would wait for its backward
+        self.unrecorded = result, epoch
+        if not result.skipped:
+            self.scheduler.step()
+        self.evaluation_due = bool(self.config.evaluate_every) and self.step % (self.config.evaluate_every or 1) == 0
+
+    def finish(self) -> None:
+        """What comes after the last step; a signal ends the evaluation, and the resumed run begins with it."""
+        if self.heldout is not None:
+            self.evaluate()
+        if self.config.checkpoint.every:
+            self.save()
+        self.export()
+
+    # ---- records ----
+
+    def record(self) -> None:
+        """The figures of the newest step that has none yet."""
+        if self.unrecorded is None:
+            return
+        (r, epoch), self.unrecorded = self.unrecorded, None
+        if self.metrics is None:
+            return
+        self.metrics.write({"step": r.step, "epoch": round(epoch, 6), "loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr,
+                            "num_tokens": r.num_tokens, "tokens_per_s": round(r.tokens_per_s, 1), "wall_s": round(r.wall_s, 6),
+                            "skipped": r.skipped})
+        norm = "" if r.grad_norm is None else f", norm {r.grad_norm:.3g}"
+        line = f"loss {r.loss:.4f}, {r.tokens_per_s:,.0f} tokens/s, lr {r.lr:.2e}{norm}"
+        if not self.report(line, r.step, self.num_steps) and (r.step % self.config.log.every == 0 or r.step == self.num_steps):
+            self.say(f"step {r.step}/{self.num_steps}  {line}")
+
+    def evaluate(self) -> None:
+        """Mean loss over all held-out tokens, whatever their split over batches. Changes no bit of the training."""
+        assert self.heldout is not None
+        self.record()
+        split = Split(self.loader.split.micro_batch * self.ranks.world_size, self.loader.split.micro_batch, self.ranks.rank,
+                      self.ranks.world_size)
+        total = num_tokens = 0.0
+        for valid, batch in in_order(self.heldout, split):
+            total += self.plan.evaluate(batch) * valid
+            num_tokens += valid
+        loss, self.evaluation_due = total / num_tokens, False
+        if self.metrics is not None:
+            self.metrics.write({"step": self.step, "eval_loss": loss})
+        self.say(f"step {self.step}/{self.num_steps}  held-out loss {loss:.4f}")
+
+    # ---- checkpoints ----
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless there is one already."""
+        self.record()
+        if self.saved != self.step:
+            state = {"loader": self.loader.state_dict(), "scheduler": self.scheduler.state_dict(),
+                     "evaluation_due": self.evaluation_due}
+            path = self.plan.save(self.checkpoints, extra=state, keep=self.config.checkpoint.keep)
+            self.say(f"step {self.step}/{self.num_steps}  saved {path}")
+        self.saved = self.step
+
+    def resume(self) -> int:
+        """The steps done by the checkpoint that `config.resume` asks for; 0 where it asks for none, or "auto" finds none."""
+        asked, there = self.config.resume, self.newest()
+        if asked is False or (asked == "auto" and not there):
+            if there:
+                raise ValueError(f"resume: false, but {self.checkpoints} holds the checkpoints of an earlier run, up to step "
+                                 f"{there}; use resume: auto, or another output")
+            return 0
+        found = self.plan.resume(self.checkpoints if isinstance(asked, str) else asked)
+        if asked != "auto" and found.step < there:
+            raise ValueError(f"resume: {asked} is of step {found.step}, but {self.checkpoints} holds checkpoints up to step "
+                             f"{there}, which would be taken for the newest; use another output")
+        if found.extra.keys() != {"loader", "scheduler", "evaluation_due"}:
+            raise ValueError(f"{found.path} was not saved by slidedp train: it does not say where in the data it is")
+        self.loader.load_state_dict(found.extra["loader"])
+        self.scheduler.load_state_dict(found.extra["scheduler"])
+        self.evaluation_due = found.extra["evaluation_due"] and self.heldout is not None
+        self.say(f"going on from {found.path}: step {found.step} of {self.num_steps}")
+        return found.step
+
+    def newest(self) -> int:
+        """Step of the newest checkpoint in the output, damaged or not; 0 for none. Rank 0 looks, for all."""
+        found = complete(self.checkpoints) if self.ranks.rank == 0 and self.checkpoints.is_dir() else []
+        (step,) = self.control.exchange_ints([int(found[0].name.removeprefix("step-").partition(".")[0]) if found else 0])
+        return step
+
+    def export(self) -> None:
+        """The trained model and its tokenizer, as a directory that transformers loads."""
+        model, target = self.plan.model, self.config.output / "model"
+
+        def write() -> None:
+            if self.ranks.rank == 0:
+                partial = target.with_name(".model.partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                model.save_pretrained(partial)  # type: ignore[operator]
+                self.tokenizer.save_pretrained(partial)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(partial, target)
+
+        on_all(self.control, write)
+        self.say(f"wrote {target}")

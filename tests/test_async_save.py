@@ -1,0 +1,376 @@
+"""Saving beside training: the bytes of a save that everybody waits for, and a training run that nobody can tell apart."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import re
+import threading
+import time
+from functools import cache
+
+import pytest
+import rank_cases
+import torch
+from delays import Delays
+from test_checkpoint import Killed, KilledFiles
+from tiny_models import PlainGPT, lm_batch
+from torch import nn
+from training import state_of
+
+import slidedp
+from slidedp.checkpoints import find
+from slidedp.executor.checkpoint_files import CheckpointError, FileLayer, complete
+from slidedp.executor.options import MachineOptions
+from slidedp.executor.snapshot import SMALLEST_BUFFER_BYTES
+from slidedp.saving import start_save
+
+pytestmark = pytest.mark.cpu
+
+OPTIMIZER = slidedp.AdamW(lr=1e-2)
+SMALL = 64 * 1024
+POLICIES = {
+    "host": {"chunks": 3},
+    "mixed": {"chunks": 2, "layers": {"L01": {"state": "hbm"}, "prologue": {"state": "hbm"}}},
+    "deferred": {"update": "deferred", "chunks": 2, "source": "cast"},
+    "speculative": {"update": "speculative", "chunks": 2},
+}
+
+
+def compiled(policy, options=None, **more):
+    plan = slidedp.compile(frozen_in_part(), "cpu", optimizer=OPTIMIZER, policy=policy, **more)
+    plan._options = options or plan._options
+    return plan
+
+
+def frozen_in_part():
+    torch.manual_seed(0)
+    model = PlainGPT(width=32)
+    for block in model.blocks:
+        block.qkv.bias.requires_grad_(False)
+    return model
+
+
+def files_of(path):
+    return {f.name: f.read_bytes() for f in path.iterdir()}
+
+
+class SlowFiles(FileLayer):
+    """A disk that takes its time."""
+
+    def write_at(self, fd, data, offset):
+        time.sleep(1e-3)
+        super().write_at(fd, data, offset)
+
+
+class HeldFiles(FileLayer):
+    """A disk that takes nothing for now."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def write_at(self, fd, data, offset):
+        assert self.go_on.wait(60)
+        super().write_at(fd, data, offset)
+
+    def release(self, handle):
+        """Once an update is held up."""
+        deadline = time.monotonic() + 30
+        while handle.stall_s == 0:
+            assert time.monotonic() < deadline, "no update waits for the save"
+            time.sleep(1e-3)
+        self.go_on.set()
+
+
+class FullDisk(FileLayer):
+    """Has no room after some writes."""
+
+    def __init__(self, room=5):
+        self.room = room
+
+    def write_at(self, fd, data, offset):
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write_at(fd, data, offset)
+
+
+def train(plan, save, then=lambda handle: None, steps=5, at=2):
+    """Digest of losses and final state; what `save(plan)` gave after step `at`, with the other steps at once behind it.
+
+    `then`: called with that, after the first of them.
+    """
+    torch.manual_seed(5)
+    with plan:
+        losses = []
+        for step in range(steps):
+            losses.append(plan.run(lm_batch(seed=step)).loss)
+            if step + 1 == at:
+                handle = save(plan)
+            if step == at:
+                then(handle)
+        trained = state_of(plan)
+        trained.losses = losses
+    return trained.digest(), handle
+
+
+@pytest.fixture(scope="module")
+def saved_alone(tmp_path_factory):
+    """By policy and kernel: the files of a save that training waited for, and the digest of the run."""
+    known = {}
+
+    def get(policy, kernel):
+        if (policy, kernel) not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            plan = compiled(POLICIES[policy], update_kernel=kernel)
+            digest, path = train(plan, lambda p: p.save(folder, extra={"position": 2}))
+            known[policy, kernel] = files_of(path), digest
+        return known[policy, kernel]
+
+    return get
+
+
+def beside(folder, **options):
+    return lambda plan: plan.save(folder, extra={"position": 2}, wait=False, **options)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_bytes_and_same_training(tmp_path, saved_alone, monkeypatch, policy, kernel):
+    """The buffer is small and the disk not ready, so that updates have to wait for it, which is told."""
+    files = HeldFiles()
+    monkeypatch.setattr("slidedp.plan.FileLayer", lambda: files)
+    plan = compiled(POLICIES[policy], update_kernel=kernel)
+    digest, handle = train(plan, beside(tmp_path, save_buffer=SMALL), files.release)
+    assert plan.counters()["save_stall_us"] == int(1e6 * handle.stall_s)
+    want_files, want_digest = saved_alone(policy, kernel)
+    assert digest == want_digest
+    assert handle.done
+    assert files_of(handle.path) == want_files
+    assert 0 < handle.stall_s < 60
+    assert handle.num_bytes == 4 * sum(
+        p.numel() * (3 if p.requires_grad else 1) for p in frozen_in_part().parameters())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_delays_change_no_byte(tmp_path, saved_alone, seed):
+    delays = Delays(kinds_of_ops("host"), turn=seed + 4 * (seed % 2), seed=seed)
+    plan = compiled(POLICIES["host"], MachineOptions(delay=delays, poison=True, update_kernel="torch"))
+    digest, handle = train(plan, beside(tmp_path, save_buffer=(SMALLEST_BUFFER_BYTES, SMALL, "1GiB")[seed % 3]))
+    want_files, want_digest = saved_alone("host", "torch")
+    assert digest == want_digest
+    assert files_of(handle.path) == want_files
+
+
+@cache
+def kinds_of_ops(policy):
+    with compiled(POLICIES[policy], example=lm_batch()) as plan:
+        return {op.name: op.kind for op in plan._spec.saving_graph}
+
+
+def test_without_its_edges_the_files_are_of_another_step(tmp_path, saved_alone, monkeypatch):
+    """The tests above can fail: updates that do not wait for their snapshot overwrite what it was to read."""
+    files, updated = HeldFiles(), threading.Event()
+    monkeypatch.setattr("slidedp.plan.FileLayer", lambda: files)
+
+    def watch(name, stream, start, end):
+        if name.startswith("cpu_update.L00") and complete_or_begun(tmp_path):
+            updated.set()
+
+    plan = compiled(POLICIES["host"], MachineOptions(trace=watch, update_kernel="native"))
+    plan._start(lm_batch(seed=0))
+    graph = plan._current.saving_graph
+    cut = tuple(e for e in graph.edges if not e.src.startswith("snapshot"))
+    plan._current.__dict__["saving_graph"] = graph.with_(edges=cut)
+
+    digest, handle = train(plan, beside(tmp_path, save_buffer=SMALLEST_BUFFER_BYTES),
+                           lambda handle: updated.wait(60) and files.go_on.set())
+    want_files, want_digest = saved_alone("host", "native")
+    assert digest == want_digest
+    assert files_of(handle.path).keys() == want_files.keys()
+    assert files_of(handle.path) != want_files
+
+
+def complete_or_begun(folder):
+    return next(folder.iterdir(), None) is not None
+
+
+def test_a_save_needs_no_step_and_close_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("slidedp.plan.FileLayer", SlowFiles)
+    with compiled({}) as plan:
+        plan.run(lm_batch())
+        handle = plan.save(tmp_path, wait=False, save_buffer=SMALL)
+        assert not handle.done
+        assert not complete(tmp_path)
+    assert handle.done
+    assert handle.stall_s == 0
+    assert complete(tmp_path) == [handle.path] == [handle.wait()]
+    with compiled({}) as plan:
+        assert plan.resume(tmp_path).step == 1
+
+
+def test_the_next_save_and_the_model_wait(tmp_path, monkeypatch):
+    """What is written into `plan.model` after a save has begun does not get into it."""
+    monkeypatch.setattr("slidedp.plan.FileLayer", SlowFiles)
+    with compiled({}) as plan:
+        plan.run(lm_batch())
+        path = plan.save(tmp_path)
+        first = plan.save(tmp_path, wait=False, save_buffer=SMALL)
+        with torch.no_grad():
+            for p in plan.model.parameters():
+                p.zero_()
+        assert plan.counters().get("save_stall_us", 0) == 0
+        second = plan.save(tmp_path, wait=False, keep=3)
+        assert first.done
+        assert files_of(first.path) == files_of(path)
+        assert files_of(second.wait()) != files_of(path)
+
+
+def test_bad_arguments_begin_nothing(tmp_path):
+    with compiled({}) as plan:
+        plan.run(lm_batch())
+        with pytest.raises(ValueError, match="save_buffer=100 bytes: at least"):
+            plan.save(tmp_path, wait=False, save_buffer=100)
+        with pytest.raises(ValueError, match="JSON"):
+            plan.save(tmp_path, wait=False, extra={"x": object()})
+        plan.run(lm_batch())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("heard", ["run", "save", "close", "wait"])
+def test_a_full_disk_is_told_once_and_harms_nothing(tmp_path, monkeypatch, heard):
+    with compiled({"chunks": 3}) as plan:
+        plan.run(lm_batch(seed=0))
+        older = plan.save(tmp_path)
+        plan.run(lm_batch(seed=1))
+        monkeypatch.setattr("slidedp.plan.FileLayer", FullDisk)
+        handle = plan.save(tmp_path, wait=False, save_buffer=SMALL)
+        monkeypatch.undo()
+        handle._ended.wait()
+        again = {"run": lambda: plan.run(lm_batch(seed=2)), "save": lambda: plan.save(tmp_path), "close": plan.close,
+                 "wait": handle.wait}[heard]
+        with pytest.raises(CheckpointError, match=r"saving .*step-00000002 has failed: .*No space left on device"):
+            again()
+        assert complete(tmp_path) == [older]
+        assert (tmp_path / "latest").read_text() == "step-00000001\n"
+        if heard != "close":
+            assert plan.run(lm_batch(seed=2)).step == 3
+            assert plan.save(tmp_path, wait=False).wait().name == "step-00000003"
+            assert not list(tmp_path.glob(".*"))
+
+
+def test_a_full_disk_holds_up_no_update(tmp_path, monkeypatch):
+    """It fills while updates wait for the buffer."""
+    monkeypatch.setattr("slidedp.plan.FileLayer", lambda: FullDisk(room=12))
+    with compiled({"chunks": 3}) as plan:
+        plan.run(lm_batch(seed=0))
+        plan.save(tmp_path, wait=False, save_buffer=SMALLEST_BUFFER_BYTES)
+        with pytest.raises(CheckpointError, match="No space"):
+            run_many(plan)
+        plan.synchronize()
+
+
+def run_many(plan):
+    for step in range(1000):
+        plan.run(lm_batch(seed=step))
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class KilledBeside(KilledFiles):
+    """Dies at operations of the save beside training too, a write half way."""
+
+    def open(self, path):
+        self._tick()
+        return super().open(path)
+
+    def write_at(self, fd, data, offset):
+        try:
+            self._tick()
+        except Killed:
+            super().write_at(fd, data[: data.nbytes // 2], offset)
+            raise
+        super().write_at(fd, data, offset)
+
+
+def squared(out, batch):
+    return out.square().sum(), out.numel()
+
+
+def test_a_kill_at_every_file_operation(tmp_path):
+    """One checkpoint there, a second being saved while a step runs: whatever it dies at, one of the two is found, whole."""
+    batch = {"x": torch.randn(4, 8)}
+    model = Two()
+    folders, found, at, ops = {}, [], 0, 0
+    with slidedp.compile(copy.deepcopy(model), "cpu", loss_fn=squared, optimizer=OPTIMIZER) as plan:
+        for step in (1, 2):
+            plan.run(batch)
+            folders[step] = files_of(plan.save(tmp_path / "whole"))
+            if step == 1:
+                one = plan.save(tmp_path / "one")
+    assert one.name == "step-00000001"
+    with slidedp.compile(copy.deepcopy(model), "cpu", loss_fn=squared, optimizer=OPTIMIZER, example=batch) as plan:
+        while True:
+            directory = tmp_path / str(at)
+            for path in one.iterdir():
+                (target := directory / one.name / path.name).parent.mkdir(parents=True, exist_ok=True)
+                target.hardlink_to(path)
+            plan.resume(tmp_path / "whole")
+            files = KilledBeside(at)
+            try:
+                handle = start_save(plan._machine, plan.decisions, directory, None, 1, files, plan.optimizer.settings(), SMALL)
+                if at % 7 == 0:
+                    plan.run(batch)
+                handle.wait()
+            except Killed:
+                found.append(whole(directory, folders, plan))
+                at += 1
+                continue
+            break
+        assert whole(directory, folders, plan) == 2
+        ops = files.done
+        assert [p.name for p in complete(directory)] == ["step-00000002"]
+        assert not list(directory.glob(".*"))
+    assert len(found) == ops >= 25
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+
+
+def whole(directory, folders, plan):
+    """The step of the checkpoint that a resume would take; its files are those of the save that nobody killed."""
+    checkpoint = find(directory, plan._collectives)
+    assert checkpoint.passed_over == ()
+    assert files_of(checkpoint.path) == folders[checkpoint.step]
+    return checkpoint.step
+
+
+def test_ranks_save_beside_training(run_ranks, tmp_path):
+    """Two ranks, state here and there, random delays: see the function."""
+    zero, one = (r.value for r in run_ranks(rank_cases.saves_beside_training, 2, str(tmp_path), timeout=200))
+    assert zero["digests"][0] == zero["digests"][1] == one["digests"][1]
+    alone, beside_training = (files_of(tmp_path / name / "step-00000002") for name in ("alone", "beside"))
+    assert beside_training == alone
+    assert "rank 1 trains while rank 0 saves" in zero["misused"]
+    assert "rank 0 saves while rank 1 trains" in one["misused"]
+    assert "No space left" in one["full"]
+    assert re.search("has failed.* rank 1", zero["full"])
+    assert [p.name for p in complete(tmp_path / "beside")] == ["step-00000002"]
+    assert zero["after"] == one["after"] == 7
+
+
+def test_one_thread_saves(tmp_path):
+    """Nothing is left of it."""
+    before = threading.active_count()
+    with compiled({}) as plan:
+        plan.run(lm_batch())
+        plan.save(tmp_path, wait=False)
+    assert threading.active_count() == before

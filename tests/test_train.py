@@ -1,0 +1,298 @@
+"""`slidedp train`: an interrupted run ends where an uninterrupted one ends, to the bit; ranks that stop, together or alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import train_cases
+from safetensors.torch import load_file
+from tiny_models import family
+from train_cases import config, make_folder
+
+import slidedp
+from slidedp.cli import main
+from slidedp.executor.checkpoint_files import complete
+from slidedp.metrics import Metrics, read_metrics, want_tensorboard
+from slidedp.rows import Rows, prepare
+from slidedp.stopping import StopSignals
+from slidedp.train import require_documents_apart
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """The model and the texts, and `whole`: the output of 20 steps without interruption."""
+    folder = make_folder(tmp_path_factory.mktemp("train"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert main(["train", str(config(folder, "whole", checkpoint={"every": 10}))]) == 0
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Bits are compared with those of processes that have one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def figures(output: Path) -> list[tuple]:
+    """Step, place in the data, loss, norm and rate of each step; held-out losses."""
+    records = read_metrics(output / "metrics.jsonl")
+    return [tuple(r.get(key) for key in ("step", "epoch", "loss", "grad_norm", "lr", "num_tokens", "eval_loss")) for r in records]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def moments(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {k: v for path in sorted(checkpoint.glob("moments-*")) for k, v in load_file(path).items()}
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def one_error(capsys) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+# ---- one rank ----
+
+
+def test_what_a_run_leaves(base):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = base / "whole"
+    records = read_metrics(output / "metrics.jsonl")
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 21))
+    assert [r["step"] for r in records if "eval_loss" in r] == [8, 16, 20]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert [r["lr"] for r in steps[:4]] == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2])
+    assert steps[-1]["epoch"] > 1, "the test is to see the end of an epoch"
+    assert min(r["num_tokens"] for r in steps) < max(r["num_tokens"] for r in steps), "and a short batch"
+    with (output / "metrics.csv").open() as file:
+        assert [float(r["loss"]) for r in csv.DictReader(file) if r["loss"]] == [r["loss"] for r in steps]
+    assert [p.name for p in complete(output / "checkpoints")] == ["step-00000020", "step-00000010"]
+    model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32)
+    assert same_bits(dict(model.state_dict()), weights(output))
+    assert AutoTokenizer.from_pretrained(output / "model").decode([10, 11, 12]) == "789"
+
+
+def test_the_first_steps_are_those_of_plain_pytorch(base):
+    """Data, loss, schedule and clipping together: what a plain loop over the same rows gives."""
+    from transformers import AutoModelForCausalLM, get_scheduler
+
+    from slidedp.loader import Split, StatefulLoader
+    from slidedp.rows import Facts, Rows
+
+    rows = [Rows(path.parent, Facts(**json.loads(path.read_text()))) for path in (base / "whole/data").glob("*/facts.json")]
+    loader = StatefulLoader(max(rows, key=len), Split(4, 4), seed=5)
+    model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32).train()
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
+    rest = [p for n, p in model.named_parameters() if "norm" in n]
+    adam = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2,
+                             betas=(0.9, 0.95), foreach=False)
+    scheduler, want = get_scheduler("cosine", adam, 3, 20), []
+    for step in range(1, 13):
+        ((batch,), rate) = next(loader), adam.param_groups[0]["lr"]
+        loss = model(**batch, use_cache=False).loss
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        scheduler.step()
+        want.append((step, loss.item(), norm.item(), rate))
+    got = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in read_metrics(base / "whole/metrics.jsonl") if "loss" in r]
+    assert got[:12] == want
+
+
+def test_interrupted_by_sigterm_and_resumed(base, run_ranks):
+    """A process of its own, stopped by a signal in mid-epoch, in step 6; it finishes that step."""
+    output, path = base / "stopped", config(base, "stopped", checkpoint={"every": 10})
+    (done,) = run_ranks(train_cases.run_until, 1, str(path), 6, int(signal.SIGTERM))
+    assert done.value == 0
+    assert "SIGTERM: saving after the step under way" in done.output
+    assert "stopped by SIGTERM after step 6 of 20" in done.output
+    assert [p.name for p in complete(output / "checkpoints")] == ["step-00000006"]
+    assert not (output / "model").exists()
+    assert main(["train", str(path)]) == 0
+    assert figures(output) == figures(base / "whole")
+    assert same_bits(weights(output), weights(base / "whole"))
+    assert same_bits(moments(output / "checkpoints/step-00000020"), moments(base / "whole/checkpoints/step-00000020"))
+
+
+@pytest.mark.parametrize("step", [8, 14, 20])
+def test_interrupted_anywhere(base, step):
+    """Where an evaluation is due; at an epoch's end; and at the last step, whose model comes on the resume."""
+    output, path = base / f"at{step}", config(base, f"at{step}", checkpoint={"every": 10, "keep": 1})
+    assert train_cases.run_until(str(path), step, int(signal.SIGINT)) == 0
+    assert [p.name for p in complete(output / "checkpoints")] == [f"step-{step:08d}"]
+    assert not (output / "model").exists()
+    assert main(["train", str(path)]) == 0
+    assert figures(output) == figures(base / "whole")
+    assert same_bits(weights(output), weights(base / "whole"))
+
+
+def test_a_finished_run_is_not_run_again(base, capsys):
+    before = figures(base / "whole")
+    assert main(["train", str(config(base, "whole", checkpoint={"every": 10}))]) == 0
+    assert "going on from" in capsys.readouterr().out
+    assert figures(base / "whole") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": False}, "resume: false, but .*up to step 20; use resume: auto, or another output"),
+        ({"resume": "whole/checkpoints/step-00000010"}, "is of step 10, but .* up to step 20"),
+        ({"seed": 6}, "another seed: 5 there, 6 here"),
+        ({"batch": 2}, "of 4 sequences, this run's of 2 .*set global_batch: 4"),
+        ({"model": "nowhere"}, "model .*nowhere: expected a GGUF file, or a directory"),
+        ({"schedule": {"name": "triangle"}}, "schedule.name: 'triangle' is unknown; allowed: linear, cosine"),
+        ({"schedule": {"name": "cosine", "options": {"wobble": 1}}}, "schedule.options: cosine does not take them"),
+        ({"log": {"tensorboard": True}}, "tensorboard is not installed; pip install tensorboard"),
+        ({"data": {"train": "none.txt"}, "evaluate_every": None}, "none.txt: cannot be read"),
+        ({"bacth": 1}, r"whole\.yaml: unknown key 'bacth'; closest: 'batch'"),
+    ],
+)
+def test_mistakes_are_one_line(base, capsys, changes, message, monkeypatch):
+    import re
+
+    monkeypatch.setattr("slidedp.metrics.find_spec", lambda name: None)
+    before = (base / "whole/metrics.jsonl").read_bytes()
+    assert main(["train", str(config(base, "whole", **changes))]) == 2
+    assert re.search(message, one_error(capsys))
+    assert (base / "whole/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "warmup_stable_decay"])
+def test_schedules_by_name(base, name):
+    output = base / name
+    path = config(base, name, steps=10, schedule={"name": name, "warmup": 0.2}, evaluate_every=None, max_grad_norm=None)
+    assert main(["train", str(path)]) == 0
+    lrs = [r["lr"] for r in read_metrics(output / "metrics.jsonl") if "loss" in r]
+    assert lrs[0] == (1e-2 if name == "constant" else 0)
+    assert lrs[4] == pytest.approx(1e-2 if name != "linear" else 1e-2 * 6 / 8)
+    assert (lrs[-1] < 1e-2) == (name == "linear")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_documents_are_as_if_alone(tmp_path, name):
+    """Three documents in a row of 24: the loss of the three alone, over all tokens."""
+    path, losses = tmp_path / "data.jsonl", []
+    path.write_text("\n".join(json.dumps({"text": train_cases.words(seed, 9)[:7]}) for seed in range(6)))
+    with slidedp.compile(family(name), "cpu") as plan:
+        for packing, seq in (("documents", 24), ("none", 24), ("concat", 24)):
+            rows = Rows(*prepare(tmp_path, [path], train_cases.tiny_tokenizer(), seq=seq, packing=packing, assistant_only=False))
+            assert len(rows) == (6 if packing == "none" else 2)
+            every = list(range(len(rows)))
+            losses.append((plan.evaluate(rows.batch(every, len(every))), rows.num_valid(every)))
+        (apart, n), (alone, m), (crossing, _) = losses
+        assert n == m == 6 * 7
+        assert apart == pytest.approx(alone, rel=1e-6)
+        assert abs(crossing - alone) > 1e-4
+        require_documents_apart(plan, rows.batch(every, 2))
+
+
+def test_a_model_that_mixes_documents_is_refused():
+    class Mixing:
+        def evaluate(self, batch):
+            return batch["input_ids"].float().mean().item()
+
+    with pytest.raises(ValueError, match="packing: documents: this model's attention crosses"):
+        require_documents_apart(Mixing(), {"input_ids": torch.arange(3, 27).view(2, 12)})
+
+
+# ---- several ranks ----
+
+
+def test_a_signal_to_one_rank_stops_both_and_one_goes_on(base, run_ranks):
+    """Saved on two ranks after the same step; the data goes on in the same order on one, from the very bits."""
+    path = config(base, "pair", batch=2, checkpoint={"every": 20})
+    zero, one = run_ranks(train_cases.run_until, 2, str(path), 7, int(signal.SIGTERM), 1)
+    assert (zero.value, one.value) == (0, 0)
+    assert "stopped by a signal to another rank after step 7 of 20" in zero.output
+    (saved,) = complete(base / "pair/checkpoints")
+    assert saved.name == "step-00000007"
+    pair, alone = figures(base / "pair"), {"global_batch": 4, "batch": 4, "checkpoint": {"every": 20}}
+    silent = {"data": {"train": "train.txt", "seq": 24}, "evaluate_every": None}
+    assert main(["train", str(config(base, "pair", **alone, **silent, steps=7))]) == 0
+    loaded = {k: v for path in saved.glob("model-0*") for k, v in load_file(path).items()}
+    assert same_bits(weights(base / "pair"), loaded)
+    assert main(["train", str(config(base, "pair", **alone))]) == 0
+    assert figures(base / "pair")[:7] == pair[:7]
+    for got, want in zip(figures(base / "pair"), figures(base / "whole"), strict=True):
+        assert got[:2] == want[:2]
+        assert got[4:6] == want[4:6], "the learning rate, and tokens: those of the same rows"
+        assert (got[2] or got[6]) == pytest.approx(want[2] or want[6], rel=1e-4)
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks, every):
+    """What torchrun does: rank 1 dies, rank 0 gets a SIGTERM. There is nothing to save with, also in the middle of a save."""
+    path = config(base, f"dead{every}", batch=2, checkpoint={"every": every})
+    ranks = start_ranks(train_cases.run_until, 2, str(path), 5, int(signal.SIGKILL), 1)
+    deadline = time.monotonic() + 60
+    while ranks.poll()[1] is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    died = time.monotonic()
+    os.kill(ranks.pids[0], signal.SIGTERM)
+    zero, one = ranks.wait(30, check=False)
+    assert time.monotonic() - died < 20
+    assert one.returncode == -signal.SIGKILL
+    assert zero.value == 1
+    assert "error (rank 0): rank 1 (pid" in zero.output
+    assert not complete(base / f"dead{every}/checkpoints")
+
+
+# ---- parts ----
+
+
+def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
+    asked, left, now = [], [], [100.0]
+    monkeypatch.setattr("slidedp.stopping.time.monotonic", lambda: now[0])
+    with StopSignals(quiet=True, leave=left.append) as signals:
+        signals.save_on_stop(lambda: asked.append(True))
+        for wait_s, number in ((0, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGINT)):
+            now[0] += wait_s
+            os.kill(os.getpid(), number)
+        assert (asked, left, signals.name) == ([True], [], "SIGTERM")
+        now[0] += 2
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left == [130]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_before_there_is_anything_to_save_a_signal_ends_the_process():
+    with pytest.raises(SystemExit, match="143"), StopSignals():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_resumed_run_records_no_step_twice(tmp_path):
+    first = Metrics(tmp_path, tensorboard=False)
+    for step in (1, 2, 3):
+        first.write({"step": step, "loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    again = Metrics(tmp_path, done=2, tensorboard=False)
+    again.write({"step": 3, "loss": 30.0})
+    assert [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 30.0]
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [r["loss"] for r in csv.DictReader(file)] == ["1.0", "2.0", "30.0"]
+    assert want_tensorboard(False) is False
