@@ -34,6 +34,7 @@ from slidedp.executor.options import MachineOptions
 from slidedp.executor.stages import StageRunner
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
+from slidedp.passes.snapshot import Snapshot
 from slidedp.passes.verify import check
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
@@ -77,6 +78,18 @@ def test_every_edge_is_needed(world, is_tied, route):
     graph = lower(layers, uniform(layers, rows=Rows.SPLIT, **ROUTES[route]))
     for edge in graph.edges:
         assert check(graph.with_(edges=tuple(e for e in graph.edges if e is not edge))), f"{edge} is not needed"
+
+
+@null
+@pytest.mark.parametrize(("world", "is_tied"), KINDS)
+def test_a_snapshot_is_read_before_either_half(world, is_tied):
+    """One read of a part, whichever of its two updates comes first."""
+    layers = table(world, is_tied)
+    decisions = uniform(layers, rows=Rows.SPLIT, return_chunks=2)
+    graph = Snapshot(layers, decisions).run(lower(layers, decisions))
+    assert check(graph) == ()
+    assert [op.name for op in graph if op.kind is OpKind.SNAPSHOT and op.layer == "shared0"] == [
+        "snapshot.shared0.c0", "snapshot.shared0.c1"]  # fmt: skip
 
 
 @null
