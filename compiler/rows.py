@@ -35,17 +35,19 @@ class Split:
 
 
 def possible_split(layers: LayerGraph, group: Group) -> Split | None:
-    """How `group` could be split; None for anything but a table that the prologue looks up and at most the epilogue reads."""
+    """How `group` could be split; None for anything but a table that the prologue looks up and at most the epilogue reads, and
+    for steps of several micro-batches.
+    """
     first, last = layers.stages[0], layers.stages[-1]
     lookup = next((x for x in first.lookups if x.group == group.name), None)
-    if lookup is None or not group.trainable or group.uses not in ((first.name,), (first.name, last.name)):
+    if lookup is None or layers.num_lanes > 1 or not group.trainable or group.uses not in ((first.name,), (first.name, last.name)):
         return None
     return Split(lookup, min(1.0, layers.world_size * lookup.num_ids / lookup.num_rows), len(group.uses) > 1)
 
 
 def split_on_host(layers: LayerGraph, decisions: Decisions) -> dict[str, Split]:
     """How groups are split where their state is on the host, wherever that is: so decided, possible, updated in the backward."""
-    if decisions.update is not Update.IN_BACKWARD or layers.num_lanes > 1:
+    if decisions.update is not Update.IN_BACKWARD:
         return {}
     wanted = [g for g in layers.groups if decisions.of(g.name).rows is Rows.SPLIT]
     return {g.name: split for g in wanted if (split := possible_split(layers, g)) is not None}
