@@ -40,7 +40,9 @@ def possible_split(layers: LayerGraph, group: Group) -> Split | None:
     """
     first, last = layers.stages[0], layers.stages[-1]
     lookup = next((x for x in first.lookups if x.group == group.name), None)
-    if lookup is None or layers.num_lanes > 1 or not group.trainable or group.uses not in ((first.name,), (first.name, last.name)):
+    if lookup is None or layers.num_lanes > 1 or not group.trainable:
+        return None
+    if group.uses not in ((first.name,), (first.name, last.name)):
         return None
     return Split(lookup, min(1.0, layers.world_size * lookup.num_ids / lookup.num_rows), len(group.uses) > 1)
 
