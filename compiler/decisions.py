@@ -76,6 +76,15 @@ class Update(StrEnum):
     SPECULATIVE = "speculative"
 
 
+class Rows(StrEnum):
+    """What of an embedding is updated when: all of it once its gradient is complete; or the rows that the step's batches do not
+    look up before that, so that only the others sit on the step boundary (rows.py says where that can be).
+    """
+
+    WHOLE = "whole"
+    SPLIT = "split"
+
+
 class Residence(StrEnum):
     """A group's weights between their uses: delivered again for each, or once a step and then held in HBM."""
 
@@ -101,6 +110,7 @@ class GroupDecision:
     weights: Residence = Residence.STREAM
     state: StateHome = StateHome.HOST
     update: Update = Update.DEFERRED
+    rows: Rows = Rows.WHOLE
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@
 - boundaries: in HBM; those of a step of several micro-batches, of which each waits for all others, on the host where HBM has no
   room for them even then.
 - HBM counts as full where budgets.py says so, short of the budget;
+- rows: `split`, the untouched ones of an embedding updated early, where fewer than half are touched (rows.py);
 - state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
 """
 
@@ -34,6 +35,7 @@ from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.policy import apply_policy
+from slidedp.compiler.rows import rows_rule
 from slidedp.compiler.spare_hbm import spare_hbm_rule
 from slidedp.compiler.units import format_bytes
 
@@ -102,6 +104,7 @@ def rule(
         reduction=Reduction.GPU,
         delivery_chunks=chunks,
         return_chunks=num_chunks(group.num_trainable * graph.grad_itemsize, chunk_bytes),
+        rows=rows_rule(graph, group),
     )
 
 

@@ -114,6 +114,8 @@ def emit(parts: Parts, program: Program) -> None:
                 parts.wait(end.event, arrived, f"weights {'.'.join(w)} of {p.name}")
         if p.kind is OpKind.RECOMPUTE and p.stage in reloads:
             parts.wait(end.event, reloads[p.stage], f"reload for {p.name}")
+        for name in parts.splits if p.kind is OpKind.EPILOGUE else ():
+            parts.take_home_early(name, end)
         for name in p.writes:
             if producer[name] == p.name:
                 parts.take_home(name, end)

@@ -14,6 +14,7 @@ from slidedp.compiler.costs import CostModel
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind, cut_chunks
 from slidedp.compiler.ops import Chunk, Op, OpKind, Ref, Stream, in_lane
+from slidedp.compiler.rows import Split
 
 Lane = tuple[Stage, ...]
 """The stages of one micro-batch."""
@@ -104,13 +105,20 @@ class OptionCosts:
     def on_host(self, o: Values) -> bool:
         return bool(o) and o["reduction"] == "cpu" and self.layers.world_size > 1
 
-    def update(self, group: Group, o: Values, source: str) -> Chunked:
-        """On the CPU, in the chunks of the gradient's return. `source`: with a shadow to write, or without."""
+    def update(self, group: Group, o: Values, source: str, split: Split | None = None, *, early: bool = False) -> Chunked:
+        """On the CPU, in the chunks of the gradient's return. `source`: with a shadow to write, or without. Of a table whose
+        rows are `split`: the touched rows' part, or the others' (`early`).
+        """
         if not o:
             return NOTHING
-        world = self.layers.world_size
-        per_param = 24 + self.layers.grad_itemsize + (self.layers.compute_itemsize if source == "shadow" else 0)
-        return self._return(OpKind.CPU_UPDATE, Stream.CPU, group, o, lambda n: n // world * per_param)
+        world, item = self.layers.world_size, self.layers.grad_itemsize
+        per_param = 24 + item + (self.layers.compute_itemsize if source == "shadow" else 0)
+
+        def num_bytes(n: int) -> int:
+            whole = n // world * per_param
+            return whole if split is None else split.update_bytes(whole, n // world * item)[not early]
+
+        return self._return(OpKind.CPU_UPDATE, Stream.CPU, group, o, num_bytes)
 
     def gpu_update(self, group: Group) -> Chunked:
         """Of this rank's part; on the GPU, from whose compute it takes its time wherever it runs."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from slidedp.compiler.choices import Choices, Values
 from slidedp.compiler.eventcosts import NOTHING, Chunked, OptionCosts
 from slidedp.compiler.eventgraph import OFF, ZERO, Event, Linear, TimedEdge
-from slidedp.compiler.layergraph import LayerGraph, Stage
+from slidedp.compiler.layergraph import Group, LayerGraph, Stage
 from slidedp.compiler.ops import OpKind, Stream
+from slidedp.compiler.rows import split_on_host
 
 Weights = tuple[str, str]
 """A delivery: (use, group), use being fwd, bwd or step."""
@@ -125,6 +126,8 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.families = {f.key: i for i, f in enumerate(self.choices.families)}
+        self.splits = split_on_host(self.layers, self.choices.defaults)
+        self.early: dict[str, Returned] = {}
 
     # ---- one by one ----
 
@@ -225,6 +228,21 @@ class Parts:
             self.wait(host_end, last + on_host.chunk, f"return before sum of {name}")
             first, last = Point(host_start, on_host.chunk), Point(host_end)
         self.returns[name] = Returned(first, last, tuple(freed))
+
+    def take_home_early(self, name: str, produced: Point) -> None:
+        """The head's part of the gradient of a table whose rows are split; nothing where it is no head's: then it is zero."""
+        group = self.layers.group(name)
+        first = last = produced
+        steps: tuple[tuple[OpKind, Stream, Callable[[Group, Values], Chunked]], ...] = (
+            (OpKind.REDUCE, Stream.COMM, self.costs.reduce), (OpKind.D2H, Stream.D2H, self.costs.d2h),
+            (OpKind.HOST_REDUCE, Stream.HOST, self.costs.host_reduce))  # fmt: skip
+        for kind, stream, costs in steps if self.splits[name].tied else ():
+            transfer = self.transfer(name, "gradients", lambda o, costs=costs: costs(group, o))  # type: ignore[misc]
+            if transfer.ever:
+                last = self.run(f"{kind}.early.{name}", stream, transfer.total)
+                self.wait(last.event, first, f"early gradient of {name}")
+                first = Point(last.event, transfer.chunk)
+        self.early[name] = Returned(first, last, ())
 
     def move_activations(self, i: int, kind: OpKind, after: Point) -> Point | None:
         """An offload or reload of stage `i`, if any option has one: when it has ended."""

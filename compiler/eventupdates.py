@@ -7,6 +7,8 @@ last arrives at `last`, and whose next delivery starts at `start` and ends one c
     end   + T >= first + all chunks of i  + all that is due before i
     start + T >= first + the chunks of i that the first delivered chunk needs + all that is due before i
 
+Of a table whose rows are split, the untouched rows' updates are works of their own, which arrive earlier and are due as soon.
+
 Deferred updates all may begin at once: at the end of compute and reductions, when the norm is known. They then have no arrival
 of their own, and are inside the interval of whatever arrives. Those that speculate arrive as they would without a norm; only
 what they have made is not taken before it is known.
@@ -15,50 +17,62 @@ what they have made is not taken before it is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from slidedp.compiler.choices import Values
 from slidedp.compiler.decisions import Update
 from slidedp.compiler.eventcosts import NOTHING, Chunked
 from slidedp.compiler.eventgraph import OFF, ZERO, Linear, Work
-from slidedp.compiler.eventparts import Delivered, Parts, Point, Weights
+from slidedp.compiler.eventparts import Delivered, Parts, Point, Returned, Weights
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.ops import Stream
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A gradient that has come home; of a table whose rows are split that of the touched rows, or (`early`) of the others."""
+
+    group: str
+    at: Returned
+    early: bool = False
+
+
 def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
     """Adds the constraints, and returns the works in order of deadline: that of the first delivery of each group."""
+    arrived = [*(Home(name, at, early=True) for name, at in parts.early.items()),
+               *(Home(name, at) for name, at in parts.returns.items())]  # fmt: skip
     due: dict[str, Delivered] = {}
     for w in uses:
         if w[1] in parts.returns:
             due.setdefault(w[1], parts.deliveries[w])
-    names = sorted(due, key=lambda name: due[name].start)
-    early = [name for name in parts.returns if not _deferred(parts, name)]
-    arrival = {name: early.index(name) if name in early else len(parts.returns) for name in parts.returns}
-    works = tuple(Work(name, _duration(parts, name)) for name in names)
+    homes = sorted((home for home in arrived if home.group in due), key=lambda home: due[home.group].start)
+    early = [home for home in arrived if not _deferred(parts, home.group)]
+    arrival = {home: early.index(home) if home in early else len(arrived) for home in arrived}
+    works = tuple(Work(home.group, _duration(parts, home)) for home in homes)
 
-    def before(j: int, name: str) -> Linear:
-        """Less the works due before `j` whose gradients come home before that of `name`: those are not inside its interval."""
+    def before(j: int, than: Home) -> Linear:
+        """Less the works due before `j` whose gradients come home before `than`: those are not inside its interval."""
         outside = ZERO
         for k in range(j):
-            if arrival[names[k]] < arrival[name]:
+            if arrival[homes[k]] < arrival[than]:
                 outside = outside + works[k].duration.map(lambda v: -v)
         return outside
 
     if parts.choices.defaults.update is Update.DEFERRED:
-        _behind_the_norm(parts, due, works, early)
-    for j, name in enumerate(names):
-        home, delivery, what = parts.returns[name], due[name], f"updates up to {name}"
-        if name in early:
-            inside = parts.each(name, "gradients", lambda o: 0 if o else OFF) + before(j, name)
-            one, some = _chunk(parts, name), _first_chunk(parts, name)
-            parts.wait(delivery.end, home.last + inside + one + delivery.chunk, what, 1, j)
-            parts.wait(delivery.end, home.first + inside + delivery.chunk, what, 1, j + 1)
-            parts.wait(delivery.start, home.first + inside + one, what, 1, j)
-            parts.wait(delivery.start, home.first + inside + some, what, 1, j)
+        _behind_the_norm(parts, due, homes, works, early)
+    for j, home in enumerate(homes):
+        delivery, what = due[home.group], f"updates up to {home.group}"
+        if home in early:
+            inside = parts.each(home.group, "gradients", lambda o: 0 if o else OFF) + before(j, home)
+            one, some = _chunk(parts, home), _first_chunk(parts, home)
+            parts.wait(delivery.end, home.at.last + inside + one + delivery.chunk, what, 1, j)
+            parts.wait(delivery.end, home.at.first + inside + delivery.chunk, what, 1, j + 1)
+            parts.wait(delivery.start, home.at.first + inside + one, what, 1, j)
+            parts.wait(delivery.start, home.at.first + inside + some, what, 1, j)
         for k in range(j):  # from an earlier arrival on, all that is due up to this
-            if arrival[names[k]] < arrival[name]:
-                there = parts.each(names[k], "gradients", lambda o: 0 if o else OFF) + before(j, names[k])
-                parts.wait(delivery.end, parts.returns[names[k]].first + there + delivery.chunk, what, 1, j + 1)
+            if arrival[homes[k]] < arrival[home]:
+                there = parts.each(homes[k].group, "gradients", lambda o: 0 if o else OFF) + before(j, homes[k])
+                parts.wait(delivery.end, homes[k].at.first + there + delivery.chunk, what, 1, j + 1)
     return works
 
 
@@ -68,44 +82,49 @@ def _deferred(parts: Parts, name: str) -> bool:
     return parts.choices.defaults.update is Update.DEFERRED and not speculative
 
 
-def _behind_the_norm(parts: Parts, due: dict[str, Delivered], works: Sequence[Work], early: list[str]) -> None:
+def _behind_the_norm(parts: Parts, due: dict[str, Delivered], homes: Sequence[Home], works: Sequence[Work],
+                     early: list[Home]) -> None:
     """The last two constraints above, for updates that wait until all gradients, and their sums, are there."""
     ends = [parts.on[stream][-1][1] for stream in (Stream.GPU, Stream.COMM, Stream.HOST) if parts.on.get(stream)]
     for end in ends:
         done = ZERO  # of the works due so far, those that need not be behind the norm
-        for j, (name, work) in enumerate((work.group, work) for work in works):
-            delivery, what = due[name], f"deferred updates up to {name}"
-            norm = end + parts.each(name, "gradients", lambda o: 0 if o else OFF) + done
-            if name in early:
+        for j, (home, work) in enumerate(zip(homes, works, strict=True)):
+            delivery, what = due[home.group], f"deferred updates up to {home.group}"
+            norm = end + parts.each(home.group, "gradients", lambda o: 0 if o else OFF) + done
+            if home in early:
                 parts.wait(delivery.start, norm, what, 1, j)
                 done = done + work.duration.map(lambda v: -v)
                 continue
             parts.wait(delivery.end, norm + delivery.chunk, what, 1, j + 1)
-            parts.wait(delivery.start, norm + _chunk(parts, name), what, 1, j)
-            parts.wait(delivery.start, norm + _first_chunk(parts, name), what, 1, j)
+            parts.wait(delivery.start, norm + _chunk(parts, home), what, 1, j)
+            parts.wait(delivery.start, norm + _first_chunk(parts, home), what, 1, j)
 
 
-def _duration(parts: Parts, name: str) -> Linear:
+def _update(parts: Parts, home: Home, o: Values, source: str) -> Chunked:
+    return parts.costs.update(parts.layers.group(home.group), o, source, parts.splits.get(home.group), early=home.early)
+
+
+def _duration(parts: Parts, home: Home) -> Linear:
     """Of all updates of a group: by the chunks of its return, and by what writing a shadow adds or saves."""
-    group, source, typical = parts.layers.group(name), _source(parts, name), _typical(parts, name)
-    standard = parts.costs.update(group, typical, source).total_us
+    source, typical = _source(parts, home.group), _typical(parts, home.group)
+    standard = _update(parts, home, typical, source).total_us
 
     def by_source(o: Values) -> int:
-        return parts.costs.update(group, typical, str(o["source"])).total_us - standard if o else 0
+        return _update(parts, home, typical, str(o["source"])).total_us - standard if o else 0
 
-    by_chunks = parts.each(name, "gradients", lambda o: parts.costs.update(group, o, source).total_us)
-    return by_chunks + parts.each(name, "weights", by_source)
-
-
-def _chunk(parts: Parts, name: str) -> Linear:
-    group, source = parts.layers.group(name), _source(parts, name)
-    return parts.each(name, "gradients", lambda o: parts.costs.update(group, o, source).chunk_us)
+    by_chunks = parts.each(home.group, "gradients", lambda o: _update(parts, home, o, source).total_us)
+    return by_chunks + parts.each(home.group, "weights", by_source)
 
 
-def _first_chunk(parts: Parts, name: str) -> Linear:
+def _chunk(parts: Parts, home: Home) -> Linear:
+    source = _source(parts, home.group)
+    return parts.each(home.group, "gradients", lambda o: _update(parts, home, o, source).chunk_us)
+
+
+def _first_chunk(parts: Parts, home: Home) -> Linear:
     """The part of a group's updates that the first chunk of its delivery waits for."""
-    whole = parts.costs.update(parts.layers.group(name), _typical(parts, name), _source(parts, name)).total_us
-    return parts.each(name, "weights", lambda o: whole // int(o["delivery_chunks"]) if o else 0)
+    whole = _update(parts, home, _typical(parts, home.group), _source(parts, home.group)).total_us
+    return parts.each(home.group, "weights", lambda o: whole // int(o["delivery_chunks"]) if o else 0)
 
 
 def _typical(parts: Parts, name: str) -> Values:
@@ -151,7 +170,14 @@ def _delivering(parts: Parts, use: str, group: Group, us: Microseconds, copies: 
 
 def _returning(parts: Parts, group: Group, us: Microseconds, copies: bool) -> Callable[[Values], int]:
     c, source = parts.costs, _source(parts, group.name)
-    return lambda o: us(c.d2h(group, o) if copies else NOTHING, c.host_reduce(group, o), c.update(group, o, source))
+    split = parts.splits.get(group.name)
+    times = 2 if split is not None and split.tied else 1
+
+    def cost(o: Values) -> int:
+        home = (c.d2h(group, o) if copies else NOTHING, c.host_reduce(group, o)) * times
+        return us(*home, c.update(group, o, source))
+
+    return cost
 
 
 def _shadowing(parts: Parts, group: Group, us: Microseconds) -> Callable[[Values], int]:

@@ -107,6 +107,19 @@ class LossHead:
         return least + (most - least) * (rows - smallest) // max(1, largest - smallest)
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A table of which the prologue reads some rows, named by the batch, and nothing else: all of a group that trains.
+
+    `keys`: the batch entries that hold the rows' indices, `num_ids` of them in this rank's batch; `num_rows`: of the table.
+    """
+
+    group: str
+    keys: tuple[str, ...]
+    num_rows: int
+    num_ids: int
+
+
 @dataclass(frozen=True)
 class Stage:
     """One unit of compute. `groups`: the parameter groups it reads, its own first.
@@ -125,6 +138,8 @@ class Stage:
     activation_bytes: int = 0
     head: LossHead | None = None
     """Of the epilogue, where it was measured."""
+    lookups: tuple[Lookup, ...] = ()
+    """Of the prologue."""
 
 
 @dataclass(frozen=True)

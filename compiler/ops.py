@@ -21,7 +21,8 @@ Values and the places they live in:
 ``A.<stage>.<group>``   FP32 sum of the stage's gradients over the micro-batches so far, in ``sum.<k>``; the last makes it `G`
 ``R.<group>``           reduced shard of a gradient chunk, on the device, in ``red[k]``
 ``Q.<group>``           this rank's unreduced gradient in host memory (reduction route `cpu`)
-``H.<group>``           reduced gradient in shared host memory, what the update reads
+``H.<group>``           reduced gradient in shared host memory, what the update reads. These three have an ``@1`` where a part of
+                        the gradient goes home before all of it (:mod:`slidedp.passes.rows`)
 ``C.<group>``           candidate: the next `P` and `S` if gradients need no clipping, shared host memory. The buffers of `P`, `S`
                         and `C` are the same two in turn, but what reads and overwrites them is ordered by these names alone
 ``h.<stage>``           inputs of a stage (boundary activations); ``d.<stage>`` their gradients
@@ -108,6 +109,14 @@ class Scope(StrEnum):
     OTHERS = "o"
 
 
+class RowSet(StrEnum):
+    """Which rows of an embedding an access counts for: those that some batch of the step looks up, the others, or all."""
+
+    ALL = ""
+    TOUCHED = "touched"
+    UNTOUCHED = "untouched"
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Chunk `index` of `count`, of the whole group, or of its trainable part (`trainable`)."""
@@ -126,6 +135,7 @@ class Ref:
     """A read or a write: `value` at `version`, all of it or a chunk, the parts of the ranks in `scope`, in `place`.
 
     `peers`: the instances of all ranks of a value that each rank has for itself (only `Q`, whose memory is shared).
+    `rows`: of a chunk of an embedding; every step has rows of its own.
     """
 
     value: str
@@ -134,6 +144,7 @@ class Ref:
     scope: Scope = Scope.ALL
     place: str = ""
     peers: bool = False
+    rows: RowSet = RowSet.ALL
 
     @property
     def location(self) -> str:
@@ -155,10 +166,16 @@ class Ref:
 
     @property
     def occupant(self) -> tuple[str, int, Chunk | None]:
-        """What fills the place. `T` and `R` lie at the start of their slot, so two chunks of one value replace each other;
-        every other value has each element at its offset in the group, so its chunks lie side by side.
+        """What fills the place. `T` and `R` lie at the start of their slot, so two chunks of one value replace each other, and
+        two versions of `R` have slots of their own; every other value has each element at its offset in the group, so its chunks
+        lie side by side.
         """
-        return self.value, self.version if self.persistent else 0, self.chunk if self.value[:2] in ("T.", "R.") else None
+        version = self.version if self.persistent or self.value[:2] == "R." else 0
+        return self.value, version, self.chunk if self.value[:2] in ("T.", "R.") else None
+
+    def disjoint(self, other: Ref) -> bool:
+        """True if the two count for no row in common, within a step."""
+        return bool(self.rows and other.rows) and self.rows is not other.rows
 
     @property
     def shared(self) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, StateHome, Update
-from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, LossHead, Stage, StageKind
+from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Residence, Rows, StateHome, Update
+from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Lookup, LossHead, Stage, StageKind
 from slidedp.compiler.policy import GROUP_FIELDS, PLAN_KEYS, group_fields, plan_fields
 from slidedp.compiler.runlength import expand, runs
 from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_keys
@@ -21,7 +21,7 @@ from slidedp.compiler.strict import as_int, as_list, as_mapping, as_str, check_k
 STAGE_KEYS = ("name", "kind", "groups", "kind_key", "flops", "boundary_bytes", "activation_bytes", "head")
 GROUP_KEYS = ("name", "numel", "num_trainable", "uses")
 OMITTED = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST,
-           "update": Update.DEFERRED}
+           "update": Update.DEFERRED, "rows": Rows.WHOLE}
 OMITTED_OF_PLAN = {"update": Update.IN_BACKWARD, "slices": 1}
 """Fields of groups, and of the plan, that are written only where they say otherwise."""
 
@@ -83,7 +83,8 @@ def write_layers(layers: LayerGraph) -> dict[str, Any]:
 
 def _write_stages(stages: tuple[Stage, ...]) -> list[dict[str, Any]]:
     rows = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
-               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head)}
+               "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head),
+               **({"lookups": [asdict(x) | {"keys": list(x.keys)} for x in s.lookups]} if s.lookups else {})}
               for s in stages]
     return _compact(rows)
 
@@ -129,7 +130,7 @@ def read_lanes(table: Mapping[str, Any], stages: tuple[Stage, ...], where: str) 
 
 
 def _read_stages(rows: object, where: str) -> tuple[Stage, ...]:
-    return tuple(_stage(row, where) for row in _expanded(rows, STAGE_KEYS, where))
+    return tuple(_stage(row, where) for row in _expanded(rows, STAGE_KEYS, where, optional=("lookups",)))
 
 
 def _stage(row: dict[str, Any], where: str) -> Stage:
@@ -139,7 +140,17 @@ def _stage(row: dict[str, Any], where: str) -> Stage:
     groups = tuple(as_str(g, f"{at}: groups") for g in as_list(row["groups"], f"{at}: groups"))
     numbers = {key: as_int(row[key], f"{at}: {key}") for key in ("flops", "boundary_bytes", "activation_bytes")}
     head = _read_head(row["head"], f"{at}: head")
-    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers, head=head)
+    lookups = tuple(_lookup(x, f"{at}: lookups") for x in as_list(row.get("lookups", []), f"{at}: lookups"))
+    return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers, head=head,
+                 lookups=lookups)
+
+
+def _lookup(value: object, where: str) -> Lookup:
+    row = as_mapping(value, where)
+    check_keys(row, ("group", "keys", "num_rows", "num_ids"), where)
+    keys = tuple(as_str(key, f"{where}: keys") for key in as_list(row["keys"], f"{where}: keys"))
+    num_rows, num_ids = (as_int(row[key], f"{where}: {key}", 1) for key in ("num_rows", "num_ids"))
+    return Lookup(as_str(row["group"], f"{where}: group"), keys, num_rows, num_ids)
 
 
 def _write_head(head: LossHead | None) -> dict[str, Any]:
@@ -178,12 +189,12 @@ def _compact(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"name": run} | row for run, row in runs(bare)]
 
 
-def _expanded(rows: object, keys: tuple[str, ...], where: str) -> list[dict[str, Any]]:
+def _expanded(rows: object, keys: tuple[str, ...], where: str, optional: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The inverse of :func:`_compact`, in order; names given twice are errors."""
     out: dict[str, dict[str, Any]] = {}
     for i, entry in enumerate(as_list(rows, where)):
         row = as_mapping(entry, f"{where}: entry {i}")
-        check_keys(row, keys, f"{where}: entry {i}")
+        check_keys(row, (*keys, *optional), f"{where}: entry {i}", required=keys)
         for name in expand(as_str(row["name"], f"{where}: entry {i}: name"), where):
             if name in out:
                 raise ValueError(f"{where}: {name} is listed twice")

@@ -3,7 +3,7 @@
     window: 3                      plan: window, grad_slots, staging_slots, reduce_slots, head_chunks, act_slots, slices, and
                                    update: in_backward, deferred, or speculative (deferred, and speculative of every group)
     source: cast                   every group: delivery, source, delivery_chunks, reduction, return_chunks, act, boundary,
-    chunks: 4                      weights, state, and chunks, which is both delivery_chunks and return_chunks
+    chunks: 4                      weights, state, rows, and chunks, which is both delivery_chunks and return_chunks
                                    (and `update` of layers: deferred or speculative, if the plan's is not in_backward)
     layers:
       "*": {delivery: sharded}     every group, then, in the order written, one or several of them:
@@ -26,6 +26,7 @@ from slidedp.compiler.decisions import (
     Reduction,
     Residence,
     Route,
+    Rows,
     Source,
     StateHome,
     Update,
@@ -36,7 +37,7 @@ from slidedp.compiler.strict import as_int, as_mapping, check_keys
 
 CHOICES: dict[str, type[StrEnum]] = {
     "delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
-    "weights": Residence, "state": StateHome, "update": Update,
+    "weights": Residence, "state": StateHome, "update": Update, "rows": Rows,
 }  # fmt: skip
 GROUP_FIELDS = tuple(f.name for f in fields(GroupDecision))
 GROUP_KEYS = (*GROUP_FIELDS, "chunks")

@@ -15,7 +15,8 @@ slot      ``slot MEMORY.NAME[COUNT] : BYTES``, bytes of one slot
 op        ``NAME KIND @STREAM READS -> WRITES``, then what differs from the default of ``layer= chunk= bytes= flops=
           deadline=``, then ``after EDGE EDGE…``. No reads or no writes: ``()``
 ref       ``VALUE@VERSION[CHUNK,SCOPE]:PLACE``; chunk ``c0/4``, or ``c0/4t`` of the trainable part; scope ``r`` (this rank's
-          part), ``*`` (all), ``o`` (the others'); ``peers(REF)`` for the instances of all ranks
+          part), ``*`` (all), ``o`` (the others'); ``touched`` or ``untouched`` rows: ``[c0/4t,r,touched]``;
+          ``peers(REF)`` for the instances of all ranks
 edge      ``REASON:OP``, ``REASON(SLOT):OP``; ``@-1`` after the op: of the step before; ``*`` at the end: on every rank
 ========  ========================================================================================================
 
@@ -28,7 +29,7 @@ import re
 from collections.abc import Iterable
 
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, OpKind, Reason, Ref, Scope, Slot, Stream, split_lane
+from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, OpKind, Reason, Ref, RowSet, Scope, Slot, Stream, split_lane
 from slidedp.compiler.units import format_bytes
 
 _NAME = r"[^\s,:@\[\]()#*=>]+"
@@ -36,7 +37,7 @@ _CHUNK = r"c(?P<index>\d+)/(?P<count>\d+)(?P<trainable>t?)"
 _NAME_RE = re.compile(_NAME)
 _CHUNK_RE = re.compile(_CHUNK)
 _REF_RE = re.compile(
-    rf"(?P<value>{_NAME})(?:@(?P<version>\d+))?(?:\[(?:{_CHUNK},)?(?P<scope>[r*o])\])?(?::(?P<place>{_NAME}(?:\[\d+\])?))?"
+    rf"(?P<value>{_NAME})(?:@(?P<version>\d+))?(?:\[(?:{_CHUNK},)?(?P<scope>[r*o])(?:,(?P<rows>touched|untouched))?\])?(?::(?P<place>{_NAME}(?:\[\d+\])?))?"
 )
 _EDGE_RE = re.compile(
     rf"(?P<reason>[a-z]+)(?:\((?P<slot>{_NAME}(?:\[\d+\])?)\))?:(?P<src>{_NAME})(?:@-(?P<distance>\d+))?(?P<all>\*?)"
@@ -81,7 +82,7 @@ def print_ref(ref: Ref) -> str:
     if ref.version or ref.persistent:
         text += f"@{ref.version}"
     if ref.chunk:
-        text += f"[{_print_chunk(ref.chunk)},{ref.scope}]"
+        text += f"[{_print_chunk(ref.chunk)},{ref.scope}{',' * bool(ref.rows)}{ref.rows}]"
     elif ref.scope is not Scope.ALL:
         text += f"[{ref.scope}]"
     if ref.place:
@@ -178,7 +179,8 @@ def parse_ref(text: str) -> Ref:
     if not m:
         raise TextError(f"expected a value such as W.fwd.L03@0[c0/4,r]:w[0], found {text!r}")
     chunk = Chunk(int(m["index"]), int(m["count"]), bool(m["trainable"])) if m["index"] else None
-    return Ref(m["value"], int(m["version"] or 0), chunk, Scope(m["scope"] or "*"), m["place"] or "", peers)
+    return Ref(m["value"], int(m["version"] or 0), chunk, Scope(m["scope"] or "*"), m["place"] or "", peers,
+               RowSet(m["rows"] or ""))
 
 
 def parse_io(text: str) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:

@@ -6,6 +6,7 @@
     loss.py       the loss and its number of valid tokens       metering.py  flops and saved bytes
     guards.py     which batches the trace is valid for
     chunked_loss.py  the epilogue with its logits in chunks  loss_memory.py  what it holds at most
+    lookups.py    tables of which the prologue reads the batch's rows only
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from slidedp.compiler import liger
 from slidedp.compiler.chunked_loss import cut_head, find_head
 from slidedp.compiler.errors import TraceError
 from slidedp.compiler.grouping import make_groups, model_params, regroup, stage_groups
-from slidedp.compiler.guards import BATCH, Guard, first_violation
+from slidedp.compiler.guards import Guard, first_violation
 from slidedp.compiler.layergraph import STORAGE_ALIGN, Group, LayerGraph, Stage, StageKind, aligned
 from slidedp.compiler.layers import LayerChoice, batch_problem, call_arguments, chosen_layers, layer_candidates, no_layers
+from slidedp.compiler.lookups import batch_entry, find_lookups
 from slidedp.compiler.loss import Loss, LossFn, ValidCount, call_loss_fn, model_loss, user_loss
 from slidedp.compiler.loss_memory import measure_head
 from slidedp.compiler.metamodel import MetaModel, check_params, on_meta
@@ -183,7 +185,9 @@ def _assemble(
     stages = tuple(_stage(s, p, groups, recorder.meta, seen) for s, p in zip(segments, programs, strict=True))
     inputs = [n.meta["val"] for n in segments[-1].inputs]
     head = measure_head(programs[-1].graph, model, inputs, programs[-1].params, recorder.device)
-    stages = (*stages[:-1], replace(stages[-1], head=head))
+    sizes = {key: t.numel() for key, t in recorder.batch.items()}
+    lookups = find_lookups(model, segments[0].nodes, groups, sizes) if programs[0].grad_outputs else ()
+    stages = (replace(stages[0], lookups=lookups), *stages[1:-1], replace(stages[-1], head=head))
     read = set(itertools.chain.from_iterable(reads.values()))
     found = Trace(
         graph=LayerGraph(stages, groups, world_size, str(dtype).removeprefix("torch."), model=type(model).__name__),
@@ -282,11 +286,6 @@ def _kind_key(segment: Segment, program: StageProgram, meta: MetaModel) -> str:
     return f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-_INDEX_PRESERVING = frozenset(
-    {"view", "reshape", "to", "long", "int", "contiguous", "flatten", "unsqueeze", "squeeze", "expand", "clone", "detach"}
-)
-
-
 def _vocab_check(model: nn.Module, n: fx.Node) -> Iterator[tuple[str, int]]:
     """(batch key, rows) if `n` looks integer batch entries up in an embedding."""
     rows = 0
@@ -295,7 +294,5 @@ def _vocab_check(model: nn.Module, n: fx.Node) -> Iterator[tuple[str, int]]:
     elif n.target is torch.nn.functional.embedding and isinstance(w := n.args[1], fx.Node):
         rows = w.meta["val"].shape[0]
     ids = n.args[0] if rows and n.args else None
-    while isinstance(ids, fx.Node) and ids.op == "call_method" and ids.target in _INDEX_PRESERVING:
-        ids = ids.args[0]
-    if isinstance(ids, fx.Node) and ids.op == "placeholder":
-        yield str(ids.target).removeprefix(BATCH), rows
+    if (key := batch_entry(ids)) is not None:
+        yield key, rows

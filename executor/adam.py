@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.ops import RowSet
 from slidedp.compiler.optimizer import AdamW
 from slidedp.executor.host_state import GroupState, HostState
 from slidedp.executor.kernels import HostKernels, Kernel
-from slidedp.executor.native.build import DTYPE_CODES, PART, STATE, Recipe, What
+from slidedp.executor.native.build import DTYPE_CODES, PART, STATE, Recipe, Rows, What
 
 _LR_HISTORY = 8  # steps whose learning rates are remembered: more than can be in flight
 
@@ -74,14 +75,14 @@ class _GroupSteps:
 class BoundUpdate:
     """One range of a group, with all that is known of its update before any step is.
 
-    `parts` (dtype PART): the elements of each trainable parameter in ``[lo, hi)``. `handle`: the native object, which lives as
-    long as this one; 0 for torch's kernel.
+    `parts` (dtype PART): the elements of each trainable parameter in ``[lo, hi)``. `rows`: of a table, those that it is of.
+    `handle`: the native object, which lives as long as this one; 0 for torch's kernel.
     """
 
-    __slots__ = ("__weakref__", "_steps", "group", "handle", "hi", "lo", "parts", "what")
+    __slots__ = ("__weakref__", "_steps", "group", "handle", "hi", "lo", "parts", "rows", "what")
 
-    def __init__(self, group: str, lo: int, hi: int, steps: _GroupSteps, what: What) -> None:
-        self.group, self.lo, self.hi, self.what, self.handle = group, lo, hi, what, 0
+    def __init__(self, group: str, lo: int, hi: int, steps: _GroupSteps, what: What, rows: RowSet) -> None:
+        self.group, self.lo, self.hi, self.what, self.rows, self.handle = group, lo, hi, what, rows, 0
         self._steps = steps  # the native object writes its record
         self.parts = np.array([(i, a, b, steps.decay[i]) for i, a, b in zip(*steps.cut(lo, hi), strict=True)], dtype=PART)
 
@@ -115,7 +116,7 @@ class CpuAdam:
             params = tuple(p for p in g.params if p.trainable)
             decay = np.array([optimizer.decays(p.name) for p in params], dtype=bool)
             self._groups[g.name] = _GroupSteps(params, decay, np.array([-1] + len(params) * [0], dtype=np.int64))
-        self._bound: dict[tuple[str, int, int, What], BoundUpdate] = {}
+        self._bound: dict[tuple[str, int, int, What, RowSet, bool], BoundUpdate] = {}
 
     # ---- hyperparameters and counters -------------------------------------------------------------------------
 
@@ -146,25 +147,26 @@ class CpuAdam:
 
     def update(
         self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None = None, scale: float = 1.0,
-        *, what: What = What.UPDATE,
+        *, what: What = What.UPDATE, rows: RowSet = RowSet.ALL, no_gradient: bool = False,
     ) -> None:
         """AdamW on elements ``[lo, hi)`` of `group`, from its gradient; writes the shadow too where there is one.
 
         `step`: the training step, whose first call for a group counts it for every parameter with a gradient.
         `present`: bool, one a trainable parameter of the group, the same in every call of a step; None: all. Parameters without
         a gradient are left alone, moments and step count included. Padding is never touched.
-        `scale`: an FP32 number that gradients are multiplied by; 1.0 changes no bit.
+        `scale`: an FP32 number that gradients are multiplied by; 1.0 changes no bit. `rows`, `no_gradient`: see :meth:`bind`.
         `what`: SPECULATE writes the other side instead, and counts nothing; SETTLE, which may follow that, counts, and updates if
         `scale` is not 1.0: else the other side is the state from here on.
         Raises NonFiniteGradient; the tile of 512 (native) or the range (torch) with the bad element is then unchanged.
         """
         if self.native:
             flags = None if present is None else self._flags(group, present)
-            handle = self.bind(group, lo, hi, what).handle
+            handle = self.bind(group, lo, hi, what, rows, no_gradient=no_gradient).handle
             self.raise_nonfinite(group, self.kernels.update(handle, step, self.lr(step), flags, scale), step)
         elif what is What.SPECULATE:
             self._torch_apart(group, lo, hi, step, present)
         else:
+            assert rows is RowSet.ALL, "torch's kernel updates whole chunks"
             parts = self.parts(group, lo, hi, step, present)
             if what is What.UPDATE or scale != 1.0:
                 self._torch(group, *parts, step, scale)
@@ -192,14 +194,22 @@ class CpuAdam:
         """The same of all trainable parameters; counts nothing."""
         return self._groups[group], *self._groups[group].cut(lo, hi)
 
-    def bind(self, group: str, lo: int, hi: int, what: What = What.UPDATE) -> BoundUpdate:
-        """The update of elements ``[lo, hi)`` of `group`; made once: plans repeat."""
-        if (group, lo, hi, what) not in self._bound:
-            assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, (group, lo, hi)
-            bound = self._bound[group, lo, hi, what] = BoundUpdate(group, lo, hi, self._groups[group], what)
+    def bind(self, group: str, lo: int, hi: int, what: What = What.UPDATE, rows: RowSet = RowSet.ALL, *,
+             no_gradient: bool = False) -> BoundUpdate:
+        """The update of elements ``[lo, hi)`` of `group`; made once: plans repeat.
+
+        `rows`: only those that some rank's batch of the step looks up (``words.rows``), or only the others, for the native
+        kernel; `no_gradient`: theirs is zero, whatever the gradient buffer holds.
+        """
+        key = group, lo, hi, what, rows, no_gradient
+        if key not in self._bound:
+            assert 0 <= lo <= hi <= self._state.groups[group].num_trainable, key
+            bound = self._bound[key] = BoundUpdate(group, lo, hi, self._groups[group], what, rows)
             if self.native:
                 self._make_native(bound)
-        return self._bound[group, lo, hi, what]
+                if rows is not RowSet.ALL:
+                    self._take_rows(bound, no_gradient)
+        return self._bound[key]
 
     def _make_native(self, bound: BoundUpdate) -> None:
         state, group, opt = self._state, bound.group, self.optimizer
@@ -220,6 +230,14 @@ class CpuAdam:
             ctypes.byref(Recipe(*opt.betas, opt.eps, opt.weight_decay)),
         )
         weakref.finalize(bound, library.slidedp_update_destroy, bound.handle).atexit = False
+
+    def _take_rows(self, bound: BoundUpdate, no_gradient: bool) -> None:
+        (param,), masks = self._groups[bound.group].params, self._state.words.rows(0)
+        assert param.offset == 0, param
+        (num_ranks, stride), odd_steps = masks.shape, self._state.words.rows(1).ctypes.data - masks.ctypes.data
+        first = masks.ctypes.data + self._state.row_index[bound.group]
+        rows = Rows(first, odd_steps, num_ranks, stride, param.shape[1], bound.rows is RowSet.TOUCHED, no_gradient)
+        self.kernels.library.slidedp_update_take_rows(bound.handle, ctypes.byref(rows))
 
     def raise_nonfinite(self, group: str, bad: int, step: int) -> None:
         """Raises NonFiniteGradient for the element `bad` of a native result, if it is one."""

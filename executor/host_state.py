@@ -13,7 +13,7 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.decisions import Decisions, Reduction, Source
-from slidedp.compiler.layergraph import Group, Param
+from slidedp.compiler.layergraph import Group, Lookup, Param
 from slidedp.compiler.residency import is_resident, speculates
 from slidedp.executor.segment import GIB, Exchange, SharedSegment
 from slidedp.executor.sides import Sides
@@ -140,7 +140,8 @@ class HostState:
     of groups delivered from it; ``raw_grad[group][rank]`` of groups reduced on the host by several ranks. All zero at first.
     Resident groups have a ``master`` only, which the GPU copies from and to.
     ``pairs``: both sides of groups that speculate, and ``sides``, which of them is the state.
-    ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order.
+    ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order; ``row_index``: of
+    groups whose rows are split (`split_rows`), the place of a table's first row in the masks.
 
     `exchange`, `barrier`: collectives among the host's ranks, see :data:`slidedp.executor.segment.Exchange`.
     Raises ValueError when the state exceeds `host_budget` (bytes), HostMemoryError when the host is short; both before or
@@ -160,6 +161,7 @@ class HostState:
         exchange: Exchange | None = None,
         barrier: Callable[[], object] | None = None,
         host_budget: int | None = None,
+        split_rows: Sequence[str] = (),
     ) -> None:
         assert world_size == 1 or (exchange and barrier), "several ranks need their collectives"
         self.groups = {g.name: g for g in groups}
@@ -170,7 +172,12 @@ class HostState:
             self.param_index[p.name] = len(self.param_index)
         self._loaded_word = num_words  # one more than asked for, of our own
         self._num_loads = 0
-        control = WordsLayout(num_words + 1, world_size, len(self.param_index))
+        self.row_index: dict[str, int] = {}
+        num_rows = 0
+        for name in split_rows:
+            self.row_index[name] = num_rows
+            num_rows += self.groups[name].params[0].shape[0]
+        control = WordsLayout(num_words + 1, world_size, len(self.param_index), num_rows)
         self.layout = layout_state(
             groups,
             decisions,
@@ -283,6 +290,16 @@ class HostState:
     def bytes_by_place(self) -> dict[str, int]:
         """See :meth:`StateLayout.bytes_by_place`."""
         return self.layout.bytes_by_place()
+
+    def mark_rows(self, step: int, lookups: Iterable[Lookup], batch: Mapping[str, Tensor]) -> None:
+        """Which rows of tables whose rows are split occur in this rank's `batch` of training step `step`, before its exchange."""
+        masks = self.words.rows(step)[self.rank]
+        for lookup in lookups:
+            if (first := self.row_index.get(lookup.group)) is not None:
+                mask = masks[first : first + lookup.num_rows]
+                mask[:] = 0
+                for key in lookup.keys:
+                    mask[batch[key].detach().cpu().numpy().reshape(-1)] = 1
 
     def dma_buffers(self) -> list[Tensor]:
         """Flat tensors that this rank's GPU copies from or to, to be registered with CUDA: shadows, gradients, own raw ones, and

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, Stream, split_lane
+from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, RowSet, Stream, split_lane
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
 from slidedp.executor.native.build import What
@@ -47,9 +47,10 @@ class Interpreter:
         self.rank, self.world = machine.rank, machine.world_size
         self.op_names = tuple(op.name for op in graph.ops if op.kind is not OpKind.SNAPSHOT)  # no later step waits for it
         self.has_run = False
-        self.bound: dict[str, tuple[BoundUpdate, int]] = {}  # ops that can run without Python: their update, its first parameter
+        self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
         self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
         self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
+        self.split = {op.layer for op in graph.ops for ref in op.writes if ref.rows}  # tables, see passes/rows.py
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
         self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
@@ -85,7 +86,7 @@ class Interpreter:
             if ref.value.startswith(("W.", "off.", "back.")) and not ref.persistent:
                 if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
                     out.append(self.machine.buffers[ref.place])
-            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and ref.value not in shared:
+            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and ref.value not in shared and not ref.rows:
                 out.append(self.device(ref))
         return out
 
@@ -277,13 +278,24 @@ class Interpreter:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
         lane, finish = op.lane, self.rounding(op)
 
+        looked_up = [g for g in grads if g in self.split and op.layer == self.layers.stages[0].name]
+
         def task(step: Step) -> None:
             micro = step.lanes[lane]
             present = micro.runner.backward(op.layer, weights, grads, micro.has_tokens)
             finish()
+            for group in looked_up if micro.has_tokens else ():
+                self.require_gradient(group, present, step)
             step.mark_present(micro, present)
 
         return task
+
+    def require_gradient(self, group: str, present: Mapping[str, bool], step: Step) -> None:
+        """Its early updates went by that: the rows that a batch looks up are what the loss depends on."""
+        name = self.layers.group(group).params[0].name
+        if not present[name]:
+            raise RuntimeError(f"step {step.number}: {name} has no gradient, though rows of it were looked up (detached?); "
+                               f"compile with policy={{'layers': {{'{group}': {{'rows': 'whole'}}}}}}")
 
     def epilogue(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
@@ -409,16 +421,24 @@ class Interpreter:
         return self.update(op, What.SETTLE)
 
     def update(self, op: Op, what: What) -> Task:
-        (lo, hi), group, update = self.span(op.writes[0]), op.layer, self.machine.update
-        if self.machine.adam.native:
-            self.bound[op.name] = self.machine.adam.bind(group, lo, hi, what), self.machine.param_span(group)[0]
+        (lo, hi), group, update, adam = self.span(op.writes[0]), op.layer, self.machine.update, self.machine.adam
+        rows, no_gradient = op.writes[0].rows, not op.reads[0].group
+        if not adam.native and rows:  # torch's kernel updates a chunk in one go, when the gradient is complete
+            if rows is RowSet.UNTOUCHED:
+                return lambda step: None
+            rows = RowSet.ALL
+        options: dict[str, Any] = {"rows": rows, "no_gradient": no_gradient} if rows else {}
+        if adam.native:
+            first_param = None if rows else self.machine.param_span(group)[0]
+            self.bound[op.name] = adam.bind(group, lo, hi, what, **options), first_param
 
         def task(step: Step) -> None:
             scale = step.update_scale()
             if scale is None or (what is What.SPECULATE and scale != 1.0):  # known by now: nobody would take it
                 return
-            update(group, lo, hi, step, scale, what)
-            count_update(step, what, hi - lo)
+            update(group, lo, hi, step, scale, what, **options)
+            if rows is not RowSet.UNTOUCHED:
+                count_update(step, what, hi - lo)
 
         return task
 

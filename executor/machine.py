@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from slidedp.compiler.decisions import Decisions, Update
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
 from slidedp.compiler.optimizer import AdamW
+from slidedp.compiler.rows import find_splits
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
@@ -96,7 +98,7 @@ class Machine:
         self.state = HostState(
             layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
             grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + len(self.word_of), exchange=collectives.exchange_ints,
-            barrier=collectives.barrier, host_budget=host_budget)
+            barrier=collectives.barrier, host_budget=host_budget, split_rows=list(find_splits(layers, decisions)))
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
@@ -174,11 +176,14 @@ class Machine:
             )
         if unknown := {e.src for e in graph.edges if e.all_ranks} - set(self.word_of):
             raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
+        if unknown := {op.layer for op in graph for ref in op.writes if ref.rows} - set(self.state.row_index):
+            raise ValueError(f"this batch looks rows of {min(unknown)} up, unlike the first one; compile with example=")
 
-    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE) -> None:
-        """AdamW on this rank's part of a returned gradient chunk, times `scale`."""
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE, **rows: Any) -> None:
+        """AdamW on this rank's part of a returned gradient chunk, times `scale`. `rows`: options of :meth:`CpuAdam.update`."""
         with noting(step, group) if what is not What.SPECULATE else nullcontext():
-            self.adam.update(group, lo, hi, step.number, self.present(group, step), scale, what=what)
+            present = None if rows else self.present(group, step)
+            self.adam.update(group, lo, hi, step.number, present, scale, what=what, **rows)
 
     def native_updates(self, step: Step) -> StepUpdates | None:
         """Where the step's updates go; None if they must run as Python functions."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slidedp.compiler.ops import Op
+from slidedp.compiler.ops import Op, RowSet
 from slidedp.executor.adam import BoundUpdate
 from slidedp.executor.native.build import SKIPPED, StepConstants, What
 from slidedp.executor.step import Step
@@ -34,12 +34,16 @@ class StepUpdates:
                                 candidate if what is What.SPECULATE else scale)
             for what in What}
 
-    def submit(self, op: Op, bound: BoundUpdate, first_param: int, waits: Sequence[Ticket],
+    def submit(self, op: Op, bound: BoundUpdate, first_param: int | None, waits: Sequence[Ticket],
                expected: Sequence[tuple[int, int]]) -> Ticket:
-        """`first_param`: the group's first, of all with presence flags. `expected`: (word, step) that all ranks must reach."""
+        """`first_param`: the group's first, of all with presence flags; None: all have a gradient.
+
+        `expected`: (word, step) that all ranks must reach.
+        """
         gates = [(self._words.address_of_word(word), at_least) for word, at_least in expected] if expected else ()
         return self._stream.submit_update(
-            bound.handle, self._constants[bound.what], waits, present=self._present + first_param, gates=gates,
+            bound.handle, self._constants[bound.what], waits, gates=gates,
+            present=0 if first_param is None else self._present + first_param,
             finished=partial(self.finished, bound), name=op.name, deadline=op.deadline)
 
     def finished(self, bound: BoundUpdate, result: int) -> None:
@@ -48,7 +52,8 @@ class StepUpdates:
         if bound.what is not What.SPECULATE:
             with noting(self._step, bound.group):
                 self._adam.raise_nonfinite(bound.group, result, self._step.number)
-        count_update(self._step, bound.what, bound.hi - bound.lo)
+        if bound.rows is not RowSet.UNTOUCHED:
+            count_update(self._step, bound.what, bound.hi - bound.lo)
 
 
 def count_update(step: Step, what: What, numel: int) -> None:

@@ -76,6 +76,7 @@ class WordsLayout:
     num_words: int
     world_size: int
     num_params: int
+    num_rows: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -89,12 +90,18 @@ class WordsLayout:
             "alive": n * _LINE,  # [rank, (pid, start time)], see liveness.py
             "pulse": n * PULSE_INTS,  # [rank], see pulse.py
             "present": 2 * n * self.row // 8,  # uint8 [parity, rank, param]
+            "rows": 2 * n * self.mask // 8,  # uint8 [parity, rank, row]
         }
 
     @property
     def row(self) -> int:
         """Bytes of one rank's presence flags."""
         return -(-max(self.num_params, 1) // 64) * 64
+
+    @property
+    def mask(self) -> int:
+        """Bytes of one rank's masks of rows."""
+        return -(-self.num_rows // 64) * 64
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +138,7 @@ class Words:
         self.alive = part["alive"].reshape(n, _LINE)
         self.pulse = part["pulse"].reshape(n, PULSE_INTS)
         self._present = part["present"].view(np.uint8).reshape(2, n, layout.row)[:, :, : layout.num_params]
+        self._rows = part["rows"].view(np.uint8).reshape(2, n, layout.mask)
         self._num_exchanges = 0
         self._abort_lock = threading.Lock()
 
@@ -244,6 +252,17 @@ class Words:
         """bool ``[hi - lo]``: parameters in ``[lo, hi)`` for which at least one rank had a gradient."""
         flags: np.ndarray = np.logical_or.reduce(self._present[step % 2, :, lo:hi], axis=0)
         return flags
+
+    # ---- which rows of tables occur in a batch ----------------------------------------------------------------
+
+    def rows(self, step: int) -> np.ndarray:
+        """uint8 ``[world_size, at least num_rows]``: not 0 where a rank's batch of `step` looks a row up; write your own.
+
+        To be written before the exchange of `step`, which shows it to all ranks. Double-buffered by step parity: who writes the
+        masks of step s has seen all ranks' losses of s - 1, whose forwards needed every update of s - 2 that read them.
+        """
+        masks: np.ndarray = self._rows[step % 2]
+        return masks
 
     # ---- abort ------------------------------------------------------------------------------------------------
 

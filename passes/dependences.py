@@ -40,12 +40,14 @@ class Overlap:
         self.graph = graph
         self.known: dict[tuple[object, ...], tuple[bool, bool]] = {}
 
-    def __call__(self, a: Ref, b: Ref, *, one_copy: bool) -> tuple[bool, bool]:
+    def __call__(self, a: Ref, b: Ref, *, one_copy: bool, distance: int = 0) -> tuple[bool, bool]:
         """(some rank's `a` meets its own `b`, some rank's `a` meets another rank's `b`).
 
-        `one_copy`: the memory is shared by the ranks; private memory never meets another rank's. A read of all ranks'
-        instances (`peers`) meets the others wherever it meets its own.
+        `distance`: in steps, each of which has touched rows of its own. `one_copy`: the memory is shared by the ranks; private
+        memory never meets another rank's. A read of all ranks' instances (`peers`) meets the others wherever it meets its own.
         """
+        if distance == 0 and a.disjoint(b):
+            return False, False
         group = self.graph.group_by_name.get(a.group)
         size = (group.numel, group.num_trainable) if group else None
         key = (size, a.chunk, a.scope, b.chunk, b.scope, one_copy, a.peers or b.peers)
@@ -78,7 +80,7 @@ def flow_edges(graph: OpGraph, overlap: Overlap) -> list[Edge]:
         for ref in op.reads:
             carried = ref.persistent and ref.version == 0
             for source, written in writers[ref.value, 1 if carried else ref.version]:
-                own, others = overlap(written, ref, one_copy=ref.shared or ref.peers)
+                own, others = overlap(written, ref, one_copy=ref.shared or ref.peers, distance=int(carried))
                 if own or others:
                     reason = Reason.VERSION if carried else Reason.DATA
                     edges.append(Edge(source.name, op.name, reason, distance=int(carried), all_ranks=others))
@@ -100,14 +102,26 @@ def reuse_edges(graph: OpGraph, overlap: Overlap) -> list[Edge]:
     edges = []
     for location, occupants in writers.items():
         sequence = list(occupants)
-        value, version, _ = sequence[0]
-        if version == 1:  # persistent: version 0, then 1, which is the next step's 0
+        value = sequence[0][0]
+        if occupants[sequence[0]][0][1].persistent:  # version 0, then 1, which is the next step's 0
             edges += between(users[location][value, 0, None], occupants[sequence[0]], location, 0, overlap)
             continue
+        for occupant in sequence:
+            edges += later_versions(users[location][occupant], occupants[occupant], location, overlap)
         for i, occupant in enumerate(sequence):
             following = sequence[(i + 1) % len(sequence)]
             using = users[location][occupant] or occupants[occupant]
             edges += between(using, occupants[following], location, int(i + 1 == len(sequence)), overlap)
+    return edges
+
+
+def later_versions(using: list[Access], writing: list[Access], location: str, overlap: Overlap) -> list[Edge]:
+    """A version takes the place of those before it, within the step."""
+    edges = []
+    for version in {ref.version for _, ref in writing}:
+        before, then = ([(op, ref) for op, ref in accesses if (ref.version < version) is earlier and ref.version <= version]
+                        for accesses, earlier in ((using, True), (writing, False)))
+        edges += between(before, then, location, 0, overlap)
     return edges
 
 
@@ -121,7 +135,7 @@ def between(using: list[Access], writing: list[Access], location: str, distance:
             if used.occupant[::2] != written.occupant[::2]:
                 own, others = True, one_copy
             else:
-                own, others = overlap(used, written, one_copy=one_copy)
+                own, others = overlap(used, written, one_copy=one_copy, distance=distance)
             if own or others:
                 edges.append(Edge(user.name, writer.name, Reason.REUSE, distance, others, location))
     return edges

@@ -1,6 +1,6 @@
 """The pipeline: LayerGraph and decisions in, verified OpGraph out. One place that dumps, times and verifies.
 
-    compute -> slots -> delivery -> activations -> gradients -> updates -> residency -> clipping -> dependences
+    compute -> slots -> delivery -> activations -> gradients -> updates -> rows -> residency -> clipping -> dependences
     -> prune -> (verify)
 
 Gradients come after deliveries because both are inserted right behind a backward: a reduction must not queue behind the
@@ -23,12 +23,13 @@ from slidedp.passes.dependences import Dependences
 from slidedp.passes.gradients import Gradients
 from slidedp.passes.prune import Prune
 from slidedp.passes.residency import ResidentUpdates
+from slidedp.passes.rows import RowUpdates
 from slidedp.passes.slots import Slots
 from slidedp.passes.updates import Updates
 from slidedp.passes.verify import verify
 
 PIPELINE: tuple[type[Pass], ...] = (
-    Compute, Slots, Delivery, Activations, Gradients, Updates, ResidentUpdates, Clipping, Dependences, Prune,
+    Compute, Slots, Delivery, Activations, Gradients, Updates, RowUpdates, ResidentUpdates, Clipping, Dependences, Prune,
 )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from slidedp.compiler.ops import Chunk, Op, OpGraph, Ref
+from slidedp.compiler.ops import Op, OpGraph, Ref, RowSet
 from slidedp.compiler.text import print_ref
 
 EXTERNAL = ("batch",)
@@ -91,8 +91,13 @@ class Memory:
         ranges = ref.ranges(self._groups.get(ref.group), self.world_size, rank)
         return tuple((i, lo, hi) for i in instances for lo, hi in ranges)
 
-    def overlap(self, a: Ref, b: Ref) -> tuple[bool, bool]:
-        """(some rank's `a` meets its own `b`, some rank's `a` meets another rank's `b`), for two refs of one value."""
+    def overlap(self, a: Ref, b: Ref, distance: int = 0) -> tuple[bool, bool]:
+        """(some rank's `a` meets its own `b`, some rank's `a` meets another rank's `b`), for two refs of one value.
+
+        `distance`: from one step's to another's, which has touched rows of its own.
+        """
+        if distance == 0 and a.disjoint(b):
+            return False, False
         keys = self.key(a), self.key(b)
         if keys not in self._overlaps:
             of_a, of_b = (self._touches[key] for key in keys)
@@ -103,7 +108,11 @@ class Memory:
         return self._overlaps[keys]
 
     def missing(self, read: Ref, writes: list[Ref]) -> tuple[Touch, ...]:
-        """What some rank reads and no rank's `writes` write."""
+        """What some rank reads and no rank's `writes` write: of all rows, or of the touched or untouched ones."""
+        if read.rows is RowSet.ALL and any(w.rows for w in writes):
+            halves = (replace(read, rows=rows) for rows in (RowSet.TOUCHED, RowSet.UNTOUCHED))
+            return tuple(dict.fromkeys(hole for half in halves for hole in self.missing(half, writes)))
+        writes = [w for w in writes if not w.disjoint(read)]
         keys = tuple(map(self.key, writes)), self.key(read)
         if keys not in self._missing:
             written = sorted({t for key in keys[0] for touches in self._touches[key] for t in touches})
@@ -161,7 +170,7 @@ def _flow(all_accesses: list[Access], memory: Memory) -> Iterator[Requirement]:
             continue
         version, distance = written_as(read.ref)
         for write in writers.get((read.ref.value, version), ()):
-            own, cross = memory.overlap(write.ref, read.ref)
+            own, cross = memory.overlap(write.ref, read.ref, distance)
             if own:
                 yield Requirement(write, read, distance, False)
             if cross:
@@ -172,12 +181,12 @@ def _overwrite(all_accesses: list[Access], memory: Memory) -> Iterator[Requireme
     """Overwrite after use. A place holds its *residents* in turn, in the order of their first writes, and starts over in
     the next step. A resident is a value with all its versions, or one chunk of it where the slot holds only that.
     """
-    places: dict[str, dict[tuple[str, Chunk | None], list[Access]]] = defaultdict(dict)
+    places: dict[str, dict[Key, list[Access]]] = defaultdict(dict)
     written = [a for a in all_accesses if a.is_write and (a.ref.place or a.ref.group)]  # all else is allocated afresh
     for a in written:
-        places[slot_name(a.ref)].setdefault((a.ref.value, a.ref.occupant[2]), [])
+        places[slot_name(a.ref)].setdefault(_resident(a.ref), [])
     for a in all_accesses:
-        resident = places.get(slot_name(a.ref), {}).get((a.ref.value, a.ref.occupant[2]))
+        resident = places.get(slot_name(a.ref), {}).get(_resident(a.ref))
         if resident is not None:
             resident.append(a)
     for residents in places.values():
@@ -189,6 +198,11 @@ def _overwrite(all_accesses: list[Access], memory: Memory) -> Iterator[Requireme
                 yield from _between(resident, following, int(i + 1 == len(in_turn)), memory)
 
 
+def _resident(ref: Ref) -> Key:
+    value, version, chunk = ref.occupant
+    return value, 0 if ref.persistent else version, chunk
+
+
 def _within(resident: list[Access], alone: bool, memory: Memory) -> Iterator[Requirement]:
     """Later versions, and if nothing else moves in, the next step's: only the same elements get into each other's way."""
     for use in resident:
@@ -196,7 +210,7 @@ def _within(resident: list[Access], alone: bool, memory: Memory) -> Iterator[Req
             distance = 0 if use.ref.version < write.ref.version else 1
             if not write.is_write or (distance and not alone):
                 continue
-            own, cross = memory.overlap(use.ref, write.ref)
+            own, cross = memory.overlap(use.ref, write.ref, distance)
             if own and (distance or use.op is not write.op):  # an op may update in place what it reads
                 yield Requirement(use, write, distance, False)
             if cross:

@@ -1,8 +1,8 @@
 """Reads the state for a checkpoint while a step runs: each part before the update that overwrites it.
 
 A save that goes on beside training is of the state between two steps. The step after it, which would overwrite that state, is
-lowered with a `snapshot` op for every update: it reads the same part of ``P`` at version 0, after the update of the step before
-has made it, and the update waits for it. Ranks read their own parts, so that no rank waits for another's.
+lowered with a `snapshot` op for every part that is updated: it reads the same part of ``P`` at version 0, after the update of the
+step before has made it, and the update waits for it. Ranks read their own parts, so that no rank waits for another's.
 
 Runs on a graph that has been lowered and verified. It adds reads alone, and with each read the two edges that the laws of
 :mod:`slidedp.passes.requirements` ask for: what was sound is sound still (tests/test_snapshot.py has the verifier say so).
@@ -10,11 +10,10 @@ Runs on a graph that has been lowered and verified. It adds reads alone, and wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Ref, Stream
+from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Ref, RowSet, Stream
 from slidedp.passes.base import Pass
 
 
@@ -29,11 +28,12 @@ class Snapshot(Pass):
     def run(self, graph: OpGraph) -> OpGraph:
         reads: list[Op] = []
         edges = list(graph.edges)
-        for update, state in overwrites(graph):
+        for state, updates in overwrites(graph).items():
             op = self.read(state, len(reads))
             reads.append(op)
-            edges.append(Edge(update.name, op.name, Reason.VERSION, distance=1))
-            edges.append(Edge(op.name, update.name, Reason.REUSE, slot=state.location))
+            for update in updates:
+                edges.append(Edge(update.name, op.name, Reason.VERSION, distance=1))
+                edges.append(Edge(op.name, update.name, Reason.REUSE, slot=state.location))
         return graph.with_(ops=(*reads, *graph.ops), edges=tuple(edges))
 
     def read(self, state: Ref, position: int) -> Op:
@@ -44,9 +44,13 @@ class Snapshot(Pass):
                   (replace(state, version=0),), bytes=(hi - lo) // world * 12, deadline=position)
 
 
-def overwrites(graph: OpGraph) -> Iterator[tuple[Op, Ref]]:
-    """Each op that makes a new version of persistent master weights and moments, and which part of them."""
+def overwrites(graph: OpGraph) -> dict[Ref, list[Op]]:
+    """Each part of persistent master weights and moments of which a new version is made, and the ops that make it: one, or two of
+    a table whose rows are split.
+    """
+    found: dict[Ref, list[Op]] = {}
     for op in graph.ops:
         for ref in op.writes:
             if ref.value.startswith("P.") and ref.version == 1:
-                yield op, ref
+                found.setdefault(replace(ref, rows=RowSet.ALL), []).append(op)
+    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from slidedp.compiler.ops import OpGraph, OpKind, Slot
+from slidedp.compiler.ops import OpGraph, OpKind, RowSet, Slot
 from slidedp.compiler.reach import MAX_DISTANCE, Reach
 from slidedp.compiler.text import print_ref
 from slidedp.compiler.units import format_bytes
@@ -188,10 +188,12 @@ def check_same_place(s: Subject) -> Found:
 
 
 def check_last_version(s: Subject) -> Found:
-    """Whatever consumes a gradient takes all contributions: an update after the first of two tied gradients loses one."""
+    """Whatever consumes a gradient takes all contributions: an update after the first of two tied gradients loses one, but in
+    the rows that the prologue, whose contribution is the last, does not touch.
+    """
     for a in s.accesses:
         top = s.top_version.get(a.ref.value, 0)
-        if a.is_write or a.ref.persistent or a.ref.version >= top:
+        if a.is_write or a.ref.persistent or a.ref.version >= top or a.ref.rows is RowSet.UNTOUCHED:
             continue
         if not any(w.value == a.ref.value and w.version == a.ref.version + 1 for w in a.op.writes):
             late = s.writers[a.ref.value, top][0].op.name

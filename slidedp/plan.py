@@ -155,6 +155,8 @@ class Plan:
             valid, signature = check_lanes(lanes, spec.traces), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
             machine.take_back_model()
+            if training and spec.layers.num_lanes == 1:  # rows of several lanes are not split
+                machine.state.mark_rows(machine.num_steps + 1, spec.layers.stages[0].lookups, lanes[0])
             lr = self.optimizer.lr
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e

@@ -358,7 +358,8 @@ class Planner:
 
 def structure(layers: LayerGraph, decisions: Decisions) -> tuple[object, ...]:
     """What decides ops and edges, but for their sizes."""
-    return [(s.name, s.groups) for s in layers.stages], layers.groups, layers.num_lanes, decisions.groups
+    stages = [(s.name, s.groups, *((x.group, x.keys) for x in s.lookups)) for s in layers.stages]
+    return stages, layers.groups, layers.num_lanes, decisions.groups
 
 
 def together(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from slidedp.compiler.costrecord import CostRecord
-from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, StateHome, Update
+from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, Rows, StateHome, Update
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
@@ -26,7 +26,8 @@ WIDTH = 80
 
 HEADINGS = ("delivery", "source", "chunks", "reduction", "chunks", "activations")
 
-RESIDENCE = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST, "update": Update.DEFERRED}
+RESIDENCE = {"boundary": Boundary.HBM, "weights": Residence.STREAM, "state": StateHome.HOST, "update": Update.DEFERRED,
+             "rows": Rows.WHOLE}
 """Further columns, there if anything in them differs from this."""
 
 BOUND_BY = {

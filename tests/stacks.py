@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Stage, StageKind, aligned
+from dataclasses import replace
+
+from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Lookup, Stage, StageKind, aligned
 
 
 def stack(
@@ -38,3 +40,9 @@ def stack(
 def qwen3_4b(batch: int, seq: int = 1024, world_size: int = 1) -> LayerGraph:
     """The sizes of Qwen3-4B with an untied head: 36 layers of 101 M parameters, 389 M each for embedding and head."""
     return stack(36, 100_930_560, 151936 * 2560, world_size=world_size, tokens=batch * seq, width=2560, model="Qwen3-4B")
+
+
+def looking_up(layers: LayerGraph, num_ids: int, num_rows: int = 151936) -> LayerGraph:
+    """`layers` whose first group is a table of `num_rows`, of which a rank's batch looks `num_ids` up."""
+    first = replace(layers.stages[0], lookups=(Lookup(layers.groups[0].name, ("input_ids",), num_rows, num_ids),))
+    return replace(layers, stages=(first, *layers.stages[1:]))

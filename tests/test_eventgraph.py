@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stacks import qwen3_4b, stack
+from stacks import looking_up, qwen3_4b, stack
 
 from slidedp.compiler.choices import OFFERED, Choices, Family, Link, find_choices, pinned_fields
 from slidedp.compiler.costs import AnalyticCostModel, WithFallback, resolve
@@ -81,6 +81,8 @@ MODELS = [
     (medium(world_size=4), "h200x4", {"reduction": "cpu", "delivery": "sharded", "source": "cast"}),
     (tied(medium(world_size=4)), "a800x4-pcie", {"delivery": "replicated", "chunks": 5}),
     (medium(world_size=2, dtype="float32"), "cpu", {"delivery_chunks": 1, "return_chunks": 4}),
+    (looking_up(medium(), 4096, 40000), "h200x1", None),
+    (looking_up(tied(medium(world_size=4)), 4096, 40000), "h200x4", {"reduction": "cpu"}),
     (recut(medium(), 3), "h200x1", {"slices": 3}),
 ]
 

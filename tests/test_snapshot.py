@@ -28,7 +28,7 @@ def test_every_part_that_is_overwritten_is_read_first(case):
     assert parse_graph(print_graph(graph)) == graph
     snapshots = [op for op in graph if op.kind is OpKind.SNAPSHOT]
     assert {op.stream for op in snapshots} == {Stream.CPU}
-    assert [(op.layer, op.chunk) for op in snapshots] == [(ref.group, ref.chunk) for _, ref in overwrites(graph)]
+    assert [(op.layer, op.chunk) for op in snapshots] == [(ref.group, ref.chunk) for ref in overwrites(graph)]
     assert len(snapshots) == sum(op.kind in (OpKind.CPU_UPDATE, OpKind.GPU_UPDATE) for op in before) > 0
     assert tuple(op for op in graph if op not in snapshots) == before.ops
     assert set(before.edges) < set(graph.edges)

@@ -73,6 +73,15 @@ class Recipe(ctypes.Structure):
     _fields_ = [("beta1", _DOUBLE), ("beta2", _DOUBLE), ("eps", _DOUBLE), ("weight_decay", _DOUBLE)]
 
 
+class Rows(ctypes.Structure):
+    """Mirrors ``struct Rows``: the rows of a table that an update is of. `masks`: address of rank 0's mask of even steps; the
+    others follow at `odd_steps` and `stride` bytes. `touched`: 1 for rows that occur in a mask; `no_gradient`: 1 if it is zero.
+    """
+
+    _fields_ = [("masks", _POINTER), ("odd_steps", _INT64), ("num_ranks", _INT64), ("stride", _INT64), ("width", _INT64),
+                ("touched", _INT64), ("no_gradient", _INT64)]
+
+
 class Ranks(ctypes.Structure):
     """Mirrors ``struct Ranks``: how what the ranks share is laid out. Strides: in bytes and in int64s."""
 
@@ -98,6 +107,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _POINTER,
         [_INT32, _POINTER, _POINTER, _POINTER, _INT32, _INT32, _POINTER, _INT64, _POINTER, _INT64, _POINTER],
     ),
+    "slidedp_update_take_rows": (None, [_POINTER, _POINTER]),
     "slidedp_update_destroy": (None, [_POINTER]),
     "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),
     "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),

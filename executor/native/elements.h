@@ -249,31 +249,51 @@ inline UpdateBlock update_block_apart_of(int32_t grad, int32_t shadow) {
     return shadow == kBFloat16 ? update_block_apart<float, uint16_t> : update_block_apart<float, float>;
 }
 
-// Segments cut into blocks, numbered through.
+// Segments cut into blocks of about kBlock elements, numbered through: a long one is many blocks, short ones share one, so that
+// thousands of rows scattered over a table are taken a hundred at a time.
 class Blocks {
 public:
     Blocks() = default;
-    explicit Blocks(std::vector<Segment> segments) : segments_(std::move(segments)), first_(segments_.size() + 1, 0) {
-        for (size_t i = 0; i < segments_.size(); i++)
-            first_[i + 1] = first_[i] + (segments_[i].end - segments_[i].start + kBlock - 1) / kBlock;
-    }
-    int64_t count() const { return first_.empty() ? 0 : first_.back(); }
-
-    int64_t update(int64_t block, UpdateBlock run, const Tensors& tensors, const Betas& betas) const {
-        size_t low = 0, high = segments_.size();  // the segment that holds it: first_[low] <= block < first_[low + 1]
-        while (high - low > 1) {
-            size_t middle = (low + high) / 2;
-            (first_[middle] <= block ? low : high) = middle;
+    explicit Blocks(std::vector<Segment> segments) : segments_(std::move(segments)) {
+        int64_t room = 0;
+        for (size_t i = 0; i < segments_.size(); i++) {
+            for (int64_t at = segments_[i].start, end = segments_[i].end; at < end;) {
+                if (room <= 0) {
+                    first_.push_back({i, at});
+                    room = kBlock;
+                }
+                int64_t take = (room + kTile - 1) / kTile * kTile;  // what follows starts as well aligned as the segment
+                take = take < end - at ? take : end - at;
+                at += take, room -= take;
+            }
         }
-        while (first_[low + 1] <= block) low++;  // past empty segments
-        const Segment& s = segments_[low];
-        int64_t lo = s.start + (block - first_[low]) * kBlock;
-        return run(tensors, lo, lo + kBlock < s.end ? lo + kBlock : s.end, s, betas);
+    }
+    int64_t count() const { return int64_t(first_.size()); }
+
+    // `run(lo, hi, segment)` for each piece of a block, until one does not return -1; what that returns.
+    template <class Run>
+    int64_t each(int64_t block, const Run& run) const {
+        bool last = block + 1 == count();
+        Cut from = first_[block], to = last ? Cut{segments_.size(), 0} : first_[block + 1];
+        for (size_t i = from.segment; i < segments_.size() && i <= to.segment; i++) {
+            int64_t lo = i == from.segment ? from.at : segments_[i].start;
+            int64_t hi = i == to.segment ? to.at : segments_[i].end;
+            int64_t bad = lo < hi ? run(lo, hi, segments_[i]) : -1;
+            if (bad >= 0) return bad;
+        }
+        return -1;
+    }
+    int64_t update(int64_t block, UpdateBlock run, const Tensors& tensors, const Betas& betas) const {
+        return each(block, [&](int64_t lo, int64_t hi, const Segment& s) { return run(tensors, lo, hi, s, betas); });
     }
 
 private:
+    struct Cut {
+        size_t segment;
+        int64_t at;
+    };
     std::vector<Segment> segments_;
-    std::vector<int64_t> first_;
+    std::vector<Cut> first_;  // where each block begins
 };
 
 }  // namespace slidedp

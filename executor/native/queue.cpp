@@ -271,9 +271,11 @@ void* slidedp_update_create(int32_t what, const State* states, const int64_t* si
                             const Part* parts, int64_t num_parts, int64_t* counts, int64_t num_params, const Recipe* recipe) {
     bool apart = What(what) == What::kSpeculate;
     UpdateBlock run = apart ? update_block_apart_of(grad_dtype, shadow_dtype) : update_block_of(grad_dtype, shadow_dtype);
-    return new (std::nothrow) Update(What(what), {states[0], states[1]}, sides, grad, run, std::vector<Part>(parts, parts + num_parts),
+    return new (std::nothrow) Update(What(what), {states[0], states[1]}, sides, grad, grad_dtype, run, std::vector<Part>(parts, parts + num_parts),
                                      counts, num_params, *recipe);
 }
+// Before its first step: the update is of some rows of its only parameter, which starts at element 0.
+void slidedp_update_take_rows(void* update, const Rows* rows) { static_cast<Update*>(update)->take_rows(*rows); }
 void slidedp_update_destroy(void* update) { delete static_cast<Update*>(update); }
 
 void* slidedp_queue_create(int32_t threads, const Ranks* ranks) {
