@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -147,3 +148,14 @@ def hung(how: str, ready: str) -> dict[str, Any]:
 
 def next_batch_never_comes() -> None:
     threading.Event().wait(20)
+
+
+def end_with_an_open_plan(how: str) -> None:
+    """A plan that nobody closes, and that lives for as long as the interpreter."""
+    plan = slidedp.compile(build(0), "cpu")
+    atexit.register(lambda: plan)
+    plan.run(shares(1, 0)[0])
+    if how == "exit":
+        raise SystemExit(3)
+    if how == "error":
+        raise KeyError("mine")

@@ -6,11 +6,10 @@ import copy
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 
+import failure_cases
 import pytest
 import torch
 from tiny_models import PlainGPT, family, lm_batch
@@ -238,26 +237,11 @@ def test_close_and_drop_leave_nothing():
     assert held() == before
 
 
-SCRIPT = """
-import sys
-sys.path[:0] = {paths}
-import torch, slidedp
-from tiny_models import PlainGPT, lm_batch
-plan = slidedp.compile(PlainGPT(), "cpu")
-plan.run(lm_batch())
-{end}
-"""
-
-
-ENDS = {"end": ("", 0), "exit": ("raise SystemExit(3)", 3), "error": ("raise KeyError('mine')", 1)}
-
-
-@pytest.mark.parametrize(("end", "code"), ENDS.values(), ids=ENDS)
-def test_a_process_may_end_with_an_open_plan(end, code):
-    script = SCRIPT.format(paths=[os.path.dirname(__file__), os.path.dirname(os.path.dirname(slidedp.__file__))], end=end)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert done.returncode == code, done.stderr
-    assert "terminate called" not in done.stderr
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("error", 1)])
+def test_a_process_may_end_with_an_open_plan(start_ranks, how, code):
+    (ended,) = start_ranks(failure_cases.end_with_an_open_plan, 1, how).wait(100, check=False)
+    assert ended.returncode == code, ended.output
+    assert "terminate called" not in ended.output
 
 
 def test_interrupt_reaches_the_user():

@@ -115,7 +115,7 @@ def test_killed_rank_is_named(start_ranks, tmp_path, victim):
         time.sleep(0.1)
     segments = {pid: segments_of(pid) for pid in ranks.pids}
     ours = segments[ranks.pids[0]]
-    assert len(ours) == 5
+    assert len(ours) == 6
     assert all(held == ours for held in segments.values())
     os.kill(ranks.pids[victim], signal.SIGKILL)
     ranks.wait(30, check=False)

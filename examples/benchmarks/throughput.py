@@ -21,6 +21,7 @@ of the same batch in the first case.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -66,6 +67,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
     """One plan. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
+    gc.collect()
     torch.cuda.empty_cache()  # of the plan before: it would count as this one's
     try:
         plan = slidedp.compile(model, profile, example=tokens(batch, args.seq), optimizer=slidedp.AdamW(lr=1e-5),
