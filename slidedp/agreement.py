@@ -1,14 +1,46 @@
-"""Ranks agree on one set of decisions: rank 0's. Costs and budgets may differ between ranks, routes and chunks must not."""
+"""What ranks agree on: once, on one set of decisions, rank 0's; and before each step, that there is one, and which.
+
+Costs and budgets may differ between ranks, routes and chunks must not.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
+from slidedp.batch import BatchError
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.policy import PLAN_KEYS, apply_policy
+from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.machine import Machine
+from slidedp.executor.options import MachineOptions
+from slidedp.schedule import as_int
+
+CALLS = ("evaluates", "trains", "saves")
+SAVES = 2
+SAVE_FAILED = 2
+
+
+class Posted(NamedTuple):
+    """One rank's part of the exchange before a step.
+
+    `failed`: 1 if the batch does not fit, SAVE_FAILED if a save beside training has. `valid`: loss-bearing tokens.
+    `call`: place in CALLS. `signature`: of the ops that concern other ranks. `lr`: the bits of a double. `changed`: masters
+    were written.
+    """
+
+    failed: int = 0
+    valid: int = 0
+    call: int = 0
+    signature: int = 0
+    lr: int = 0
+    changed: int = 0
+    num_batches: int = 0
+    stop_asked: int = 0
 
 
 def agree_on_decisions(decisions: Decisions, layers: LayerGraph, collectives: Collectives) -> Decisions:
@@ -19,3 +51,40 @@ def agree_on_decisions(decisions: Decisions, layers: LayerGraph, collectives: Co
     pins["layers"] = {name: asdict(d) for name, d in decisions.groups.items()}
     received = json.loads(collectives.broadcast_bytes(json.dumps(pins).encode()))
     return apply_policy(decisions, received, layers, where="rank 0's decisions")
+
+
+def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) -> None:
+    """ValueError, on every rank, unless all are to clip, and to skip, alike: each would make another model. Collective."""
+    limit = options.max_grad_norm
+    asked = collectives.gather_ints([as_int(0.0 if limit is None else limit), int(options.skip_nonfinite)])
+    for other, theirs in enumerate(asked):
+        if theirs != asked[0]:
+            raise ValueError(f"rank {other} has another max_grad_norm or skip_nonfinite than rank 0: give all ranks the same")
+
+
+def exchange(machine: Machine, mine: Posted) -> list[Posted]:
+    """Everybody's, by rank. Collective: the first thing of a step, of an evaluation, and of a save beside training."""
+    return [Posted(*row) for row in machine.agree(mine)]
+
+
+def refuse_if_ranks_differ(posted: Sequence[Posted], rank: int) -> None:
+    """BatchError, on every rank, unless all make the same call, with batches of one kind and a token to learn from."""
+    own = posted[rank]
+    for other, its in enumerate(posted):
+        if its.failed == SAVE_FAILED:
+            raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run a step")
+        if its.failed:
+            raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
+        if its.call != own.call:
+            raise BatchError(f"rank {other} {CALLS[its.call]} while rank {rank} {CALLS[own.call]}: all ranks must make the same "
+                             "calls in the same order; no rank has done it")
+        if its.num_batches != own.num_batches:
+            raise BatchError(f"rank {other} was given {its.num_batches} micro-batch{'es' * (its.num_batches != 1)}, rank {rank} "
+                             f"{own.num_batches}: all ranks must give a step as many, some without a valid label if need be; no "
+                             "rank has run it")
+        if its.signature != own.signature:
+            raise BatchError(f"the batch of rank {other} uses other layers than that of rank {rank}, so that their steps would "
+                             "move other weights; give all ranks batches of one kind; no rank has run it")
+    if own.call != SAVES and not any(its.valid for its in posted):
+        raise BatchError("no valid token in the global batch (all labels are ignored, on every rank): the loss would be 0/0; "
+                         "skip this batch")

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from slidedp.agreement import agree_on_decisions
+from slidedp.agreement import (
+    SAVE_FAILED,
+    SAVES,
+    Posted,
+    agree_on_decisions,
+    exchange,
+    refuse_if_options_differ,
+    refuse_if_ranks_differ,
+)
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages, measured_stages
 from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
@@ -29,7 +37,7 @@ from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
 from slidedp.compiler.units import parse_bytes
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
-from slidedp.executor.collectives import Collectives, open_collectives
+from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
@@ -47,13 +55,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slidedp.compiler.optimizer import AdamW
-
-
-CALLS = ("evaluates", "trains", "saves")
-SAVES = 2
-
-SAVE_FAILED = 2
-"""What a rank posts in place of a problem with its batch: a save beside training has failed."""
 
 
 class StopAsked(Exception):
@@ -161,21 +162,21 @@ class Plan:
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
-        posted = machine.agree([failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
-                                num_batches(batch), int(self._stop_asked)])
-        if any(code == SAVE_FAILED for code, *_ in posted):
+        posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
+                                          num_batches(batch), int(self._stop_asked)))
+        if any(row.failed == SAVE_FAILED for row in posted):
             machine.saves.tell()  # this rank's own error, if it comes later, is no news
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
-        if any(changed for _, _, _, _, _, changed, *_ in posted):
+        if any(row.changed for row in posted):
             machine.refresh()
-        if any(asked for *_, asked in posted):
+        if any(row.stop_asked for row in posted):
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
-        total = sum(valid for _, valid, *_ in posted)
+        total = sum(row.valid for row in posted)
         micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]
         step = machine.new_step(micro, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
-        return machine, spec, interpreter, step, as_float(posted[0][4])
+        return machine, spec, interpreter, step, as_float(posted[0].lr)
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
         graph = spec.program(training=training, saving=machine.saves.reading is not None)
@@ -289,7 +290,7 @@ class Plan:
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
         machine.saves.finish()
-        refuse_if_ranks_differ(machine.agree([0, 0, SAVES]), self._ranks.rank)
+        refuse_if_ranks_differ(exchange(machine, Posted(call=SAVES)), self._ranks.rank)
         if wait:
             self.synchronize()
             return save(machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
@@ -420,37 +421,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)
-
-
-def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) -> None:
-    """ValueError, on every rank, unless all are to clip, and to skip, alike: each would make another model. Collective."""
-    limit = options.max_grad_norm
-    asked = collectives.gather_ints([as_int(0.0 if limit is None else limit), int(options.skip_nonfinite)])
-    for other, theirs in enumerate(asked):
-        if theirs != asked[0]:
-            raise ValueError(f"rank {other} has another max_grad_norm or skip_nonfinite than rank 0: give all ranks the same")
-
-
-def refuse_if_ranks_differ(posted: list[list[int]], rank: int) -> None:
-    """BatchError, on every rank, unless all make the same call, with batches of one kind and a token to learn from."""
-    own = posted[rank][2]
-    for other, (failed, _, call, signature, _, _, num, *_) in enumerate(posted):
-        if failed == SAVE_FAILED:
-            raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run a step")
-        if failed:
-            raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
-        if call != own:
-            raise BatchError(f"rank {other} {CALLS[call]} while rank {rank} {CALLS[own]}: all ranks must make the same calls in "
-                             "the same order; no rank has done it")
-        if num != posted[rank][6]:
-            raise BatchError(f"rank {other} was given {num} micro-batch{'es' * (num != 1)}, rank {rank} {posted[rank][6]}: all "
-                             "ranks must give a step as many, some without a valid label if need be; no rank has run it")
-        if signature != posted[rank][3]:
-            raise BatchError(f"the batch of rank {other} uses other layers than that of rank {rank}, so that their steps would "
-                             "move other weights; give all ranks batches of one kind; no rank has run it")
-    if own != SAVES and not any(valid for _, valid, *_ in posted):
-        raise BatchError("no valid token in the global batch (all labels are ignored, on every rank): the loss would be 0/0; "
-                         "skip this batch")
 
 
 def close_quietly(machine: Machine) -> None:
