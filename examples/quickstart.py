@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 import slidedp
@@ -36,10 +36,10 @@ def main() -> None:
     # 1. A model and its tokenizer, both out of the GGUF file. Its quantized weights become FP32 master weights.
     gguf = find_gguf()
     print(f"loading {gguf.name} (135 M parameters)", flush=True)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    file = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    file["config"] = AutoConfig.from_pretrained(**file)  # once: each of the others would read the file for it again
+    tokenizer = AutoTokenizer.from_pretrained(**file)
+    model = AutoModelForCausalLM.from_pretrained(**file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
 
     # 2. Text, packed into rows of `seq` tokens without padding. Some paragraphs are held out.
     train_rows, heldout_rows = (pack(tokenizer, part, args.seq) for part in language_reference())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFiles:
     """`gguf`: the file's name in `folder`; None for a Hugging Face directory."""
 
@@ -19,20 +20,29 @@ class ModelFiles:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return self._load(AutoTokenizer.from_pretrained)
+        return self._load(AutoTokenizer.from_pretrained, **self._known_config())
 
     def model(self, *, meta: bool = False) -> Any:
         """The causal language model in training mode, with FP32 weights; with `meta`, none: another rank has them."""
-        from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+        from transformers import AutoModelForCausalLM, GgufConfig
 
         if meta:
-            config = self._load(AutoConfig.from_pretrained)
             with torch.device("meta"):
-                model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                model: Any = AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
         else:
             quantized = {"quantization_config": GgufConfig(dequantize=True)} if self.gguf else {}
-            model = self._load(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, **quantized)
+            model = self._load(AutoModelForCausalLM.from_pretrained, dtype=torch.float32, **quantized, **self._known_config())
         return model.train()
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        return self._load(AutoConfig.from_pretrained)
+
+    def _known_config(self) -> dict[str, Any]:
+        """Of a GGUF file, which is read whole, in seconds, for each thing that is asked of it."""
+        return {"config": self._config} if self.gguf else {}
 
     def _load(self, load: Any, **options: Any) -> Any:
         where = {"gguf_file": self.gguf} if self.gguf else {}
