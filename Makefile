@@ -11,7 +11,7 @@ quickstart: $(VENV)/.model
 	$(RUN) examples/quickstart.py $(ARGS)
 
 test: $(VENV)/.model
-	$(RUN) -m pytest -m "not gpu" -n 2 --dist worksteal $(ARGS)
+	$(RUN) -m pytest -m "not gpu" -n 3 --dist worksteal $(ARGS)
 
 gpu-test: $(VENV)/.installed
 	$(RUN) -m pytest -m gpu $(ARGS)

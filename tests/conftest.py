@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_server import RankServer
-from ranks import RankResult, Ranks, RunRanks, Target, launch
+from ranks import RankResult, Ranks, RunRanks, Target, launch, start_script
 
 REPO = Path(__file__).resolve().parent.parent
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -110,5 +110,15 @@ def run_ranks(start_ranks: Callable[..., Ranks]) -> RunRanks:
         target: Target, num_ranks: int, *args: object, timeout: float = 60, env: Mapping[str, str] | None = None
     ) -> list[RankResult]:
         return start_ranks(target, num_ranks, *args, env=env).wait(timeout)
+
+    return run
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, rank_server: RankServer) -> Callable[..., str]:
+    """`run_script(path, *args, timeout=150)`: all that the program has written, run alone. If it fails the test does."""
+
+    def run(path: Path, *args: object, timeout: float = 150) -> str:
+        return start_script(path, *args, log_dir=tmp_path / "script", server=rank_server).wait(timeout)[0].output
 
     return run

@@ -96,7 +96,7 @@ def _become_rank(env: dict[str, str], log: str) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    for number, file, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT)):
+    for number, file, flags in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
         opened = os.open(file, flags, 0o644)
         os.dup2(opened, number)
         os.close(opened)

@@ -145,6 +145,14 @@ def launch(
     return ranks
 
 
+def start_script(path: Path, *args: object, log_dir: Path, server: RankServer) -> Ranks:
+    """One process that knows of no ranks."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    command = [str(path), "", json.dumps([str(arg) for arg in args])]
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return Ranks([server.start(Path(__file__), command, env, log_dir / "rank0.log")], log_dir)
+
+
 def _new_process(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     with open(log, "wb") as file:
         return subprocess.Popen([sys.executable, __file__, *command], stdin=subprocess.DEVNULL, stdout=file,

