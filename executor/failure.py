@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 
+from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.hangs import Hangs
 from slidedp.executor.liveness import Watchdog
 from slidedp.executor.options import MachineOptions
@@ -102,7 +103,8 @@ class Failure:
             assert error is not None
             if self.words.world_size > 1 and not isinstance(error, PeerError):
                 # A connection that broke, say: was it a peer that died? Our own kinds of error are nobody else's fault.
-                foreign = type(error).__module__.partition(".")[0] != "slidedp"
+                # But a save breaks with whatever it was that ended the connection.
+                foreign = isinstance(error, CheckpointError) or type(error).__module__.partition(".")[0] != "slidedp"
                 blamed = self.watchdog.verdict(VERDICT_S) if foreign else None
                 if blamed is None:
                     self.words.abort(self.words.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")

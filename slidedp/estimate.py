@@ -21,6 +21,9 @@ PLACES = {"hbm": "device memory, each rank", "host": "host memory, all ranks"}
 NUM_USES = 3
 
 
+FITS = "It fits. By the rule all state is on the host; `slidedp plan` uses the HBM there is, and less of the host."
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """`planned`: of the rule's plan, which fits if any does. `least`, `has`: bytes by place (``hbm``, ``host``); `least` is what
@@ -35,7 +38,7 @@ class Estimate:
     misfit: str = ""
 
     def __str__(self) -> str:
-        rows = [("", "at least", "planned", "there is", "")]
+        rows = [("", "at least", "by the rule", "there is", "")]
         for place, name in PLACES.items():
             uses: dict[str, int] = getattr(self.planned, place)
             sizes = self.least[place], sum(uses.values()), self.has[place]
@@ -46,7 +49,7 @@ class Estimate:
         table = ["  ".join([f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:4], widths[1:4], strict=True)),
                             row[4]]).rstrip() for row in rows]  # fmt: skip
         mostly = [f"{name.partition(',')[0]}: {largest(getattr(self.planned, place))}" for place, name in PLACES.items()]
-        verdict = f"It does not fit. {self.misfit}" if self.misfit else "It fits."
+        verdict = f"It does not fit. {self.misfit}" if self.misfit else FITS
         text = [line for part in (*mostly, verdict) for line in wrapped(part, "  ")]
         return "\n".join([self.title, *table, *text])
 

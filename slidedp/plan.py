@@ -7,6 +7,7 @@ back as ordinary ones when closed. Everything that reads state drains the pendin
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -290,11 +291,23 @@ class Plan:
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
         machine.saves.finish()
-        refuse_if_ranks_differ(exchange(machine, Posted(call=SAVES)), self._ranks.rank)
+        problem, looked = None, machine.exposed
+        try:
+            machine.take_back_model()
+        except ValueError as e:  # the other ranks are waiting to hear of it
+            problem = e
+        machine.exposed = looked  # what is written into the model from here on counts in the next step
+        posted = exchange(machine, Posted(failed=int(problem is not None), call=SAVES, changed=int(machine.changed)))
+        if problem:
+            raise problem
+        refuse_if_ranks_differ(posted, self._ranks.rank)
+        if any(row.changed for row in posted):
+            machine.refresh()
         if wait:
             self.synchronize()
             return save(machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
         machine.synchronize()
+        machine.show_state(machine.num_steps)  # of groups that speculate, the side that the last step has left
         return start_save(machine, self.decisions, Path(directory), extra, keep, FileLayer(), self.optimizer.settings(),
                           parse_bytes(save_buffer))
 
@@ -356,8 +369,13 @@ class Plan:
         cause = error
         if error is not None and self._machine is not None and not self._closed and self._ranks.world_size > 1:
             cause = self._machine.abandon(error)
-        self.close()
-        if isinstance(cause, PeerError) and isinstance(error, RuntimeError) and error is not cause:
+        try:
+            self.close()
+        except CheckpointError as failed:  # a save beside training; what has ended the block matters more
+            if error is None:
+                raise
+            error.add_note(f"Also: {failed}")
+        if isinstance(cause, PeerError) and isinstance(error, RuntimeError | CheckpointError) and error is not cause:
             raise cause from error  # a connection that broke outside a step, in a save: the rank that died is what matters
 
     def _require_open(self) -> None:
@@ -411,13 +429,13 @@ class Plan:
         """Bytes by use, on the device and on the host."""
         return memory_of(self._spec)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> Counter[str]:
         """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called;
         `save_stall_us`, for how long updates have waited for saves beside training; and, of a plan that takes the norm of its
         gradients, `clipped_steps`, `skipped_steps`, and `redone_update`: parameters whose update speculated and was done again.
+        What has not happened counts 0.
         """
-        counters = {} if self._machine is None else dict(self._machine.counters)
-        return {name: n for name, n in counters.items() if n}
+        return Counter() if self._machine is None else +self._machine.counters
 
     def __str__(self) -> str:
         return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)

@@ -22,7 +22,7 @@ from slidedp.autopolicy import AutoPlan
 from slidedp.batch import Batches, micro_batches
 from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
-from slidedp.compiler.decisions import Activation, Boundary, Decisions
+from slidedp.compiler.decisions import Activation, Boundary, Decisions, Rows
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
@@ -33,6 +33,7 @@ from slidedp.compiler.ops import OpGraph, OpKind, split_lane
 from slidedp.compiler.planfile import PlanFile, SolverRecord
 from slidedp.compiler.policy import plan_fields
 from slidedp.compiler.predict import cost_model_of, predict, price
+from slidedp.compiler.rows import possible_split
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
@@ -310,6 +311,8 @@ class Planner:
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
         """The first specialisation's groups and `decisions` become those of the plan. Its graphs are lowered when asked for."""
         record = self.chosen.record if self.chosen and self.chosen.decisions == decisions else None
+        if self.groups is None:
+            decisions = with_possible_rows(draft.layers, decisions)
         agreed, decisions = decisions, self.for_shape(decisions, draft.layers)  # each rank's own: its batch may be longer
         traces = tuple(self.with_head_chunks(t, decisions.head_chunks) for t in draft.traces)
         spec = Specialisation(traces, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
@@ -378,3 +381,10 @@ def with_costs_of(graph: OpGraph, spec: Specialisation) -> OpGraph:
     fresh = {op.name: op for op in Compute(spec.layers, spec.decisions).run(OpGraph()).ops}
     ops = (replace(op, bytes=fresh[op.name].bytes, flops=fresh[op.name].flops) if op.name in fresh else op for op in graph.ops)
     return graph.with_(ops=tuple(ops))
+
+
+def with_possible_rows(layers: LayerGraph, decisions: Decisions) -> Decisions:
+    """`decisions` with rows split only where that can be: what a plan says of its first step holds for all later ones."""
+    whole = {g.name: replace(decisions.of(g.name), rows=Rows.WHOLE) for g in layers.groups
+             if decisions.of(g.name).rows is Rows.SPLIT and possible_split(layers, g) is None}
+    return replace(decisions, groups=decisions.groups | whole) if whole else decisions

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import re
 import threading
 import time
+import zlib
 from functools import cache
 
 import pytest
 import rank_cases
 import torch
 from delays import Delays
+from safetensors.torch import load_file
 from test_checkpoint import Killed, KilledFiles
 from tiny_models import PlainGPT, lm_batch
 from torch import nn
@@ -374,3 +377,56 @@ def test_one_thread_saves(tmp_path):
         plan.run(lm_batch())
         plan.save(tmp_path, wait=False)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_save_is_of_the_step_that_it_says(tmp_path, num_steps):
+    """Whichever of the two sides of groups that speculate it has left its state on, and whichever was looked at last."""
+    with compiled({"update": "speculative"}, max_grad_norm=math.inf, solver="rule", update_kernel="torch") as plan:
+        for step in range(num_steps):
+            plan.run(lm_batch(seed=step))
+        path = plan.save(tmp_path / "beside", wait=False).wait()
+        assert weights_and_moments(path) == weights_and_moments(plan.save(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("state", ["host", "hbm"])
+def test_what_was_written_into_the_model_is_saved(tmp_path, state):
+    with compiled({"state": state}, solver="rule") as plan:
+        plan.run(lm_batch())
+        with torch.no_grad():
+            for p in plan.model.parameters():
+                p.fill_(0.5)
+        path = plan.save(tmp_path, wait=False).wait()
+        assert all((t == 0.5).all() for file in path.glob("model*.safetensors") for t in load_file(file).values())
+        with torch.no_grad():
+            for p in plan.model.parameters():
+                p.fill_(0.25)
+        plan.run(lm_batch())
+        assert all(abs(p - 0.25).max() < 0.1 for p in plan.model.parameters()), "written after the save, and counts"
+
+
+def test_a_resumed_state_is_saved_without_a_step(tmp_path):
+    with compiled(POLICIES["mixed"]) as plan:
+        plan.run(lm_batch(seed=0))
+        first = plan.save(tmp_path / "first")
+        plan.run(lm_batch(seed=1))
+        plan.resume(tmp_path / "first")
+        again = plan.save(tmp_path / "again", wait=False).wait()
+        assert weights_and_moments(again) == weights_and_moments(first)
+
+
+def test_an_error_of_the_user_is_not_hidden_by_a_save_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr("slidedp.plan.FileLayer", FullDisk)
+    def train():
+        with compiled(POLICIES["host"]) as plan:
+            plan.run(lm_batch())
+            plan.save(tmp_path, wait=False)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        train()
+    assert "No space left" in "".join(raised.value.__notes__)
+
+
+def weights_and_moments(path):
+    return {name: zlib.crc32(t.numpy().tobytes()) for file in path.glob("mo*.safetensors") for name, t in load_file(file).items()}

@@ -50,7 +50,7 @@ def test_on_the_command_line(tiny, capsys):
     ask = ["estimate", "--model", tiny, "--hw", "h200x1", "--batch", "2", "--seq", "2048"]
     assert main(ask) == 0
     out = capsys.readouterr().out
-    assert out.endswith("It fits.\n")
+    assert "It fits." in out
     assert len(re.findall(r"  fits$", out, re.MULTILINE)) == 2
     assert max(map(len, out.splitlines())) <= 80
     assert main([*ask, "--hbm-budget", "10MiB"]) == 1

@@ -393,6 +393,14 @@ class Deaf(nn.Module):
 
 @cpu
 @needs_native
+def test_a_plan_that_begins_with_several_micro_batches_keeps_its_tables_whole():
+    policy = {"rows": "split"}
+    with slidedp.compile(PlainGPT(), "cpu", optimizer=OPTIMIZER, policy=policy, update_kernel="native") as plan:
+        plan.run([batch_of(0), batch_of(1)])
+        plan.run(batch_of(2))
+        assert {d.rows for d in plan.decisions.groups.values()} == {Rows.WHOLE}
+
+
 def test_rows_without_a_gradient_are_an_error_and_whole_tables_are_not():
     def plan_of(rows):
         return slidedp.compile(Blocks(no_glue, block=Deaf), "cpu", optimizer=OPTIMIZER, policy={"rows": rows})
