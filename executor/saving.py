@@ -33,6 +33,9 @@ class SaveHandle:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slidedp-save", daemon=True)
 
+    def __repr__(self) -> str:
+        return f"SaveHandle({str(self.path)!r}, {'done' if self.done else 'under way'})"
+
     @property
     def done(self) -> bool:
         """True once the checkpoint is complete, or has failed."""

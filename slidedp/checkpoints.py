@@ -112,6 +112,8 @@ def find(directory: Path, collectives: Collectives) -> Checkpoint:
             return Checkpoint(path, manifest["step"], extra, tuple(passed_over))
         passed_over.append(f"{path}: {wrong}")
         warnings.warn(f"checkpoint {path} is damaged ({wrong}){'' if single else '; trying the one before it'}", stacklevel=4)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; plan.save makes one")
     raise CheckpointError(f"{directory} holds no complete checkpoint" + "".join(f"; {p}" for p in passed_over))
 
 
