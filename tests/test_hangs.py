@@ -187,6 +187,7 @@ def wait_for(ranks, condition):
     ("closes", "PeerError: rank 1 has closed its plan after step 3 while rank 0 still waits .* a batch short"),
     ("exits", "PeerError: rank 1 has closed its plan after step 3 while rank 0 still waits"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_rank_that_is_of_no_use_is_named(start_ranks, tmp_path, how, said):
     ranks = start_ranks(failure_cases.hung, 2, how, str(tmp_path / "ready"))
     wait_for(ranks, lambda: ranks.poll()[0] is not None)  # rank 1 may hang for longer

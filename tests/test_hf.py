@@ -359,6 +359,7 @@ def test_every_scheduler_of_transformers_is_made(tmp_path):
         assert slide.create_scheduler(10).optimizer is optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quickstart_model(tmp_path):
     """SmolLM2-135M, ten steps of a few words: what the issue asks for, with both trainers' own defaults."""

@@ -41,6 +41,7 @@ def test_every_family_against_plain_pytorch(run_ranks, world):
         assert outside == {}, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "full"), [(2, True), (3, False), (4, False)])
 def test_datapaths_give_identical_bits(run_ranks, world, full):
     results = run_ranks(rank_cases.datapaths, world, full, timeout=170)
@@ -50,6 +51,7 @@ def test_datapaths_give_identical_bits(run_ranks, world, full):
     assert len({r.value["digests"][0] for r in results}) == 1
 
 
+@pytest.mark.slow
 def test_random_delays_change_no_bit(run_ranks):
     """Delays that differ by rank and seed, ten seeds on each of the four datapaths: one digest for all of them, on both ranks."""
     results = [r.value for r in run_ranks(rank_cases.races, 2, 10, timeout=150)]
@@ -76,6 +78,7 @@ def test_each_rank_delivers_and_updates_its_part(run_ranks):
     assert one["sharded"]["cpu_update"] >= 2 * one["model"]["params"]
 
 
+@pytest.mark.slow
 def test_host_state_is_there_once(run_ranks):
     """Measured over whole processes: FP32 master and two moments, gradients and staging once, not once a rank.
 
