@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from slidedp.rows import Rows
+from slidedp.packed_rows import Rows
 
 Batch = dict[str, Tensor]
 

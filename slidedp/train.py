@@ -1,7 +1,7 @@
 """The loop behind ``slidedp train``: data in order, a plan, a schedule, checkpoints, metrics, and a clean end.
 
     train_config.py   what is asked for          model_files.py  the model on disk
-    documents.py      files to documents         rows.py         documents to rows, kept in files that all ranks map
+    documents.py      files to documents         packed_rows.py  documents to rows, kept in files that all ranks map
     loader.py         rows to batches            stopping.py     SIGTERM and Ctrl-C
     metrics.py        what is recorded
 
@@ -31,11 +31,11 @@ from slidedp.executor.step import StepResult
 from slidedp.loader import Batch, Split, StatefulLoader, in_order
 from slidedp.metrics import Metrics, want_tensorboard
 from slidedp.model_files import find_model
+from slidedp.packed_rows import IGNORED, Facts, Rows, prepare
 from slidedp.plan import Plan, StopAsked
 from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
-from slidedp.rows import IGNORED, Facts, Rows, prepare
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
 

@@ -42,16 +42,18 @@ def test_equals_torch_bit_for_bit(name, max_norm):
     assert (min(want.norms) > max_norm) is math.isfinite(max_norm), "all steps are clipped, or none is"
 
 
-def test_a_norm_of_zero():
+@pytest.mark.parametrize("policy", [None, {"update": "speculative"}], ids=["deferred", "speculative"])
+def test_a_norm_of_zero(policy):
     """Gradients of exactly zero: the factor is 1, and moments and weight decay go on as torch's."""
     gpt = fused_gpt()
     Fused.set("0 backward")
     batches = [lm_batch(seed=i) for i in range(2)]
     for p in gpt.parameters():
         p.requires_grad_(False)
-    gpt.blocks[0].qkv.weight.requires_grad_(True)  # all that is trained lies behind the fuse
+    for p in gpt.blocks[0].parameters():  # all that is trained lies behind the fuse
+        p.requires_grad_(True)
     want = train_plainly(gpt, batches, OPTIMIZER, loss_of_output, max_grad_norm=1.0)
-    got = train_planned(gpt, batches, OPTIMIZER, update_kernel="torch", max_grad_norm=1.0)
+    got = train_planned(gpt, batches, OPTIMIZER, update_kernel="torch", max_grad_norm=1.0, policy=policy)
     assert got.norms == want.norms == [0.0, 0.0]
     assert_same_bits(got, want)
 

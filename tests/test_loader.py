@@ -14,7 +14,7 @@ from train_cases import tiny_tokenizer
 from slidedp import documents
 from slidedp.documents import read_documents
 from slidedp.loader import Split, StatefulLoader, in_order, order_of
-from slidedp.rows import Rows, prepare
+from slidedp.packed_rows import Rows, prepare
 
 pytestmark = pytest.mark.null
 

@@ -102,20 +102,6 @@ def test_parameters_without_a_gradient_keep_what_they_have(kernel):
     assert [sum("extra" in name for name in grads) for grads in plainly(limit).grads] == [2 * used for used in turns]
 
 
-def test_a_norm_of_zero():
-    gpt = fused_gpt()
-    Fused.set("0 backward")
-    batches = [lm_batch(seed=i) for i in range(2)]
-    for p in gpt.parameters():
-        p.requires_grad_(False)
-    for p in gpt.blocks[0].parameters():  # all that is trained lies behind the fuse
-        p.requires_grad_(True)
-    want = train_plainly(gpt, batches, OPTIMIZER, loss_of_output, max_grad_norm=1.0)
-    got = train_planned(gpt, batches, OPTIMIZER, update_kernel="torch", max_grad_norm=1.0, policy=SPECULATIVE)
-    assert got.norms == want.norms == [0.0, 0.0]
-    assert_same_bits(got, want)
-
-
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 def test_the_same_bits_as_deferred(kernel):
     """In the native queue and in Python, for any chunks, sources and choice of groups, on a GPU's element types too."""

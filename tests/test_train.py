@@ -20,7 +20,7 @@ import slidedp
 from slidedp.cli import main
 from slidedp.executor.checkpoint_files import complete
 from slidedp.metrics import Metrics, read_metrics, want_tensorboard
-from slidedp.rows import Rows, prepare
+from slidedp.packed_rows import Rows, prepare
 from slidedp.stopping import StopSignals
 from slidedp.train import require_documents_apart
 
@@ -99,7 +99,7 @@ def test_the_first_steps_are_those_of_plain_pytorch(base):
     from transformers import AutoModelForCausalLM, get_scheduler
 
     from slidedp.loader import Split, StatefulLoader
-    from slidedp.rows import Facts, Rows
+    from slidedp.packed_rows import Facts, Rows
 
     rows = [Rows(path.parent, Facts(**json.loads(path.read_text()))) for path in (base / "whole/data").glob("*/facts.json")]
     loader = StatefulLoader(max(rows, key=len), Split(4, 4), seed=5)
