@@ -33,6 +33,7 @@ Case = dict[str, Any]
 def candidates(num_layers: int, embedding: str) -> list[Case]:
     """Plans of all kinds: where the state is, what layers keep, where deliveries come from, in what pieces, in what window."""
     half, sixth = num_layers // 2, max(num_layers // 6, 1)
+    third, quarter = (f"L{num_layers - max(num_layers // n, 1):02}-L{num_layers - 1:02}" for n in (3, 4))
     first, rest = f"L00-L{half - 1:02}", f"L{half:02}-L{num_layers - 1:02}"
     some, last = f"L00-L{sixth - 1:02}", f"L{num_layers - 1:02}"
     host: Case = {"solver": "rule", "state": "host", "act": "recompute"}
@@ -50,6 +51,10 @@ def candidates(num_layers: int, embedding: str) -> list[Case]:
         host | {"act": "retain"},
         host | {"act": "selective"},
         host | {"layers": {rest: {"act": "retain"}}},
+        host | {"layers": {third: {"act": "retain"}}},
+        host | {"layers": {embedding: {"state": "hbm"}, quarter: {"act": "retain"}}},
+        host | {"layers": {embedding: {"state": "hbm"}, "L00": {"state": "hbm"}, third: {"act": "retain"}}},
+        host | {"layers": {embedding: {"state": "hbm"}, "L00": {"state": "hbm"}, third: {"act": "selective"}}},
         host | {"layers": {embedding: {"state": "hbm"}, some: {"state": "hbm"}, last: {"act": "retain"}}},
         host | {"act": "retain", "layers": {embedding: {"state": "hbm"}, some: {"state": "hbm"}}},
         host | {"act": "retain", "layers": {embedding: {"state": "hbm"}, first: {"state": "hbm"}}},

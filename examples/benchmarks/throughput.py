@@ -32,6 +32,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from copies import copy_gbps
 from device import DEVICE, TINY, peak_gib, reset_peak, synchronize, thin
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -105,7 +106,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                | {"measured": round(measured.exposed_us / 1e6, 3)},
                busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
                        if s in measured.busy_us},  # measured, predicted
-               over_first_case=round(over_first, 4), **clipping(plan))
+               copy_gbps=copy_gbps(plan, measured, predicted), over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
     return line
 
