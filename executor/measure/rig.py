@@ -70,15 +70,14 @@ class Rig:
         noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(self.rank)).abs() * 1e-3
         for tensor in tensors:
             backend.register(tensor)
-            for to in tensor[part].split(noise.numel()):
-                to.copy_(noise[: to.numel()])
+            _fill(tensor[part], noise)
         self._memory = [tensor[part].view(BF16) for tensor in tensors]
         sizes = [memory.numel() for memory in self._memory]
         self._up, self._down = Walk(sizes), Walk(sizes, len(sizes) - 1)
         self._masters, self._updates = Walk([numel]), Walk([numel])
         self.device_weights, self.device_grads = (backend.empty(piece, BF16) for _ in range(2))
         self.device_weights.zero_()
-        self.device_grads.zero_()  # it is copied to where updates read, which stop at a NaN
+        _fill(self.device_grads, noise)  # it is copied to where updates read: two halves make a small FP32, and no NaN
         self.staging = backend.pinned(piece, BF16)
         backend.fence_caller()
 
@@ -135,3 +134,8 @@ class Rig:
     def close(self) -> None:
         """The backend, which has the memory registered, is closed by its owner before the ranks part."""
         self.state.close(keep_master=False)
+
+
+def _fill(tensor: torch.Tensor, noise: torch.Tensor) -> None:
+    for part in tensor.split(noise.numel()):
+        part.copy_(noise[: part.numel()])
