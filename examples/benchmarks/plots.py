@@ -4,9 +4,8 @@
     python examples/benchmarks/plots.py roofline log -o roofline.png
     python examples/benchmarks/plots.py budgets log -o budgets.png
 
-``roofline``: compute-only, each case, the bound of the first case, and whatever else has printed such lines into a log, as the
-baselines do. ``budgets``: one line a batch, of cases that give `hbm_budget`. Lines that are not JSON are passed over. Needs
-matplotlib, which SlideDP itself does not.
+``roofline``: compute-only, each case, and the bound of the first case. ``budgets``: one line a batch, of cases that give
+`hbm_budget`. Lines of the log that are not JSON are passed over. Needs matplotlib, which SlideDP itself does not.
 """
 
 from __future__ import annotations
