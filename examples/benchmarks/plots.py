@@ -61,7 +61,9 @@ def roofline(axes: Any, lines: list[Line]) -> None:
         if not name.startswith("bound") or name in kept:
             style = "k--" if name in kept else "o-"
             axes.plot(*zip(*sorted(of_batch.items()), strict=True), style, label=name)
+    batches = sorted({batch for of_batch in points.values() for batch in of_batch})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, map(str, batches))
     axes.set_xlabel(f"sequences of {lines[0]['seq']} tokens in a batch")
     axes.set_title(lines[0]["model"])
 
