@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from slidedp.compiler.decisions import Activation
 from slidedp.executor.parcels import Geometry, Parcel
 from slidedp.executor.saved import SavedTensors
 from slidedp.executor.selective import Keeping
@@ -28,7 +29,8 @@ class Graph:
     """A stage between its forward and its backward: edges of its differentiable inputs and outputs, by name, not the values.
 
     `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it.
-    `keeping`: results that a selective recompute need not compute again. `moves`: what it saved goes to the host. `spent`: a
+    `keeping`: results that a selective recompute need not compute again. `act`: what becomes of
+    what it saved; `moves`: it goes to the host. `spent`: a
     backward that has failed has used it up, and another must be made.
     """
 
@@ -37,6 +39,7 @@ class Graph:
     weights: Weights
     saved: SavedTensors | None = None
     keeping: Keeping | None = None
+    act: Activation = Activation.RECOMPUTE
     moves: bool = False
     spent: bool = False
 

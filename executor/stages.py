@@ -53,7 +53,7 @@ class StageRunner:
     def __init__(self, trace: Trace, binding: Binding, backend: Backend, slots: GradientSlots | None = None) -> None:
         self.trace, self._binding, self._backend = trace, binding, backend
         self._programs: dict[str, StageProgram] = {p.name: p for p in trace.programs}
-        self._labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
+        self.labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
         self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
@@ -113,8 +113,8 @@ class StageRunner:
         self._store(program, outputs)
         self._release_inputs(program)
 
-    def forward(self, stage: str, weights: Weights, act: Activation = Activation.RECOMPUTE) -> None:
-        """`act`: what becomes of what autograd saves. Nothing is kept until :meth:`recompute`, or there is none."""
+    def forward(self, stage: str, weights: Weights, act: Activation = Activation.RECOMPUTE, stays: bool = False) -> None:
+        """`act`: what becomes of what autograd saves. `stays`: it is not called for, though other layers' goes to the host."""
         program = self._programs[stage]
         self._bind(weights)
         inputs = {name: self._env[name] for name in program.inputs}
@@ -123,11 +123,11 @@ class StageRunner:
                 self._store(program, self._call(program, [inputs[name] for name in program.inputs]))
             self._release_inputs(program)
             return
-        saved = SavedTensors(self._labels[stage], keep=act in (Activation.RETAIN, Activation.OFFLOAD))
-        keeping = self._selections.keeping(stage, self._labels[stage]) if act is Activation.SELECTIVE else None
+        saved = SavedTensors(self.labels[stage], keep=act in (Activation.RETAIN, Activation.OFFLOAD))
+        keeping = self._selections.keeping(stage, self.labels[stage]) if act is Activation.SELECTIVE else None
         with self._surroundings.undone_if_it_fails(program) as before:
             graph, outputs = self._record(program, inputs, weights, saved, keeping)
-        graph.moves = act is Activation.OFFLOAD
+        graph.act, graph.moves = act, act is Activation.OFFLOAD and not stays
         self._graphs[stage] = graph
         self._store(program, outputs)
         kept = self._kept[stage] = self._surroundings.changed_since(before, program)
@@ -174,7 +174,7 @@ class StageRunner:
     def _whole(self, stage: str, graph: Graph, weights: Weights) -> Graph:
         """The layer's graph with all that its backward needs: refilled, or, after a backward that has failed, a new one."""
         if graph.spent:
-            saved = SavedTensors(self._labels[stage], keep=True)
+            saved = SavedTensors(self.labels[stage], keep=True)
             self._bind(weights)
             with self._as_in_its_forward(stage):
                 graph, _ = self._record(self._programs[stage], self._inputs_back(stage), weights, saved)
@@ -297,14 +297,28 @@ class StageRunner:
         sizes = {stage: num_bytes(t for t in tensors if storage_of(t) not in used) for stage, tensors in kept.items()}
         return {stage: size for stage, size in sizes.items() if size}
 
-    def drop(self, stage: str) -> None:
-        """Frees what a layer of :meth:`held` keeps: its backward runs it again first, from its inputs and the weights of then."""
+    def drop(self, stage: str) -> Activation:
+        """Frees what a layer of :meth:`held` keeps: its backward runs it again first, from its inputs and the weights of then.
+
+        Returns what it had been told to keep.
+        """
         graph = self._graphs[stage]
         assert graph.saved is not None, stage
         graph.saved.drop()
         graph.keeping = None
+        return graph.act
 
-    def measures_no_more(self, stage: str) -> list[str]:
+    def leaving(self) -> list[str]:
+        """Layers that still keep what goes to the host: another thread may be about to copy it."""
+        return [stage for stage, graph in self._graphs.items() if graph.moves and graph.kept()]
+
+    def leave_early(self, stage: str) -> int:
+        """Once it has been copied: :meth:`leave`, with nobody waiting for its place. Returns bytes."""
+        before = num_bytes(self._graphs[stage].kept())
+        self.leave(f"act.{stage}")
+        return before - num_bytes(self._graphs[stage].kept())
+
+    def time_no_more(self, stage: str) -> list[str]:
         """Layers of the stage's kind, which keep nothing from here on, if it was the one to measure what they shall keep."""
         graph = self._graphs.get(stage)
         if graph is None or graph.keeping is None or not self._selections.give_up(stage):
