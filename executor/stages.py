@@ -127,10 +127,11 @@ class StageRunner:
         keeping = self._selections.keeping(stage, self.labels[stage]) if act is Activation.SELECTIVE else None
         with self._surroundings.undone_if_it_fails(program) as before:
             graph, outputs = self._record(program, inputs, weights, saved, keeping)
+            kept = self._surroundings.changed_since(before, program)
         graph.act, graph.moves = act, act is Activation.OFFLOAD and not stays
         self._graphs[stage] = graph
         self._store(program, outputs)
-        kept = self._kept[stage] = self._surroundings.changed_since(before, program)
+        self._kept[stage] = kept
         self._drew |= kept.rng is not None
 
     def recompute(self, stage: str, weights: Weights) -> None:
@@ -279,9 +280,10 @@ class StageRunner:
 
     def _inputs_back(self, stage: str) -> dict[str, Tensor]:
         """The stage's inputs, those that were on the host from the slot that they came back to."""
-        if (boundary := self._boundaries.pop(stage, None)) is not None:
+        if (boundary := self._boundaries.get(stage)) is not None:
             assert boundary.slot is not None, f"{stage}: its inputs are not back from the host"
             self._env |= {name: geometry.over(boundary.slot, start) for name, (geometry, start) in boundary.away.items()}
+            del self._boundaries[stage]
         return {name: self._env[name] for name in self._programs[stage].inputs}
 
     def _saved(self, stage: str) -> SavedTensors | None:

@@ -79,12 +79,13 @@ class Surroundings:
         """Context of a recompute: everything as before the forward; afterwards as it was found."""
         store = self._store()
         now = {name: store.get(name) for name in changed.buffers}
+        then = {name: value.clone() for name, value in changed.buffers.items()}  # to write to: it may have to be repeated
         rng = self._backend.rng_state() if changed.rng is not None else None
-        for name, value in changed.buffers.items():
-            store.set(name, value.clone())  # the recompute writes to it, and may have to be repeated
-        if changed.rng is not None:
-            self._backend.set_rng_state(changed.rng)
         try:
+            for name, value in then.items():
+                store.set(name, value)
+            if changed.rng is not None:
+                self._backend.set_rng_state(changed.rng)
             yield
         finally:
             if rng is not None:

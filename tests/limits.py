@@ -18,14 +18,17 @@ from slidedp.executor.fallback import Fallback
 
 
 class Limit(TorchDispatchMode):
-    """Counts the storages that operations make. `refuse`: called with (op, bytes asked for, bytes in use, allocations so far)."""
+    """Counts the storages that operations make. `refuse`: called with the op, bytes asked for, bytes in use, and
+    how many allocations this attempt at the op has made, this one included. `made_in`: how many the last attempt at each op has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.refuse: Callable[[Any, int, int, int], bool] = lambda *_: False
         self.op: Any = None
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.num_made = self.num_refused = self.peak = 0
+        self.num_refused = self.peak = 0
+        self.made_in: dict[str, int] = {}
         self.refused_in: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,8 +42,8 @@ class Limit(TorchDispatchMode):
     def made(self, t: Tensor) -> None:
         self.live = {key: item for key, item in self.live.items() if not item[0].expired()}
         in_use, size = sum(size for _, size in self.live.values()), t.untyped_storage().nbytes()
-        self.num_made += 1
-        if self.refuse(self.op, size, in_use, self.num_made):
+        self.made_in[self.op.name] += 1
+        if self.refuse(self.op, size, in_use, self.made_in[self.op.name]):
             self.num_refused += 1
             self.refused_in.append(self.op.name)
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes. GPU 0 has what it has")
@@ -54,7 +57,7 @@ class Limit(TorchDispatchMode):
 
         def limited(fallback: Fallback, step: Any, op: Any, attempt: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
             def watched() -> Any:
-                self.op = op
+                self.op, self.made_in[op.name] = op, 0
                 with self:
                     return attempt()
 
@@ -66,16 +69,26 @@ class Limit(TorchDispatchMode):
 
 def beyond(cap: int, *kinds: Any) -> Callable[[Any, int, int, int], bool]:
     """Refuses what would be more than `cap` bytes; in ops of these kinds only, if any are named."""
-    return lambda op, size, in_use, num_made: in_use + size > cap and (not kinds or op.kind in kinds)
+    return lambda op, size, in_use, number: in_use + size > cap and (not kinds or op.kind in kinds)
 
 
-def once(number: int, *kinds: Any) -> Callable[[Any, int, int, int], bool]:
-    """Refuses one allocation, whatever it asks for: the one with this number, or the first after it in an op of these kinds."""
+def once(kind: Any) -> Callable[[Any, int, int, int], bool]:
+    """Refuses one allocation, whatever it asks for: the first in an op of this kind."""
     left = [True]
 
-    def refuse(op: Any, size: int, in_use: int, num_made: int) -> bool:
-        refused = left[0] and num_made >= number and (not kinds or op.kind in kinds)
+    def refuse(op: Any, size: int, in_use: int, number: int) -> bool:
+        refused = left[0] and op.kind is kind
         left[0] &= not refused
         return refused
+
+    return refuse
+
+
+def once_in_each(numbers: dict[str, int]) -> Callable[[Any, int, int, int], bool]:
+    """Refuses, once in each op, the allocation with the number that is given for it."""
+    left = dict(numbers)
+
+    def refuse(op: Any, size: int, in_use: int, number: int) -> bool:
+        return left.get(op.name) == number and bool(left.pop(op.name))
 
     return refuse

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import oom_cases
 import pytest
 import tiny_models
 import torch
-from limits import Limit, beyond, once
+from limits import Limit, beyond, once, once_in_each
 from oom_cases import NUM_STEPS, OPTIMIZER, Run
 from stage_bench import AWKWARD, made
 from tiny_models import PlainGPT, lm_batch, mlp_batch
@@ -53,6 +52,17 @@ def limit(monkeypatch):
 def gpt() -> torch.nn.Module:
     torch.manual_seed(0)
     return PlainGPT(width=16, layers=5, dropout=0.2)
+
+
+class DropsFirst(torch.nn.Module):
+    """Draws before it needs memory for anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.up, self.down = torch.nn.Dropout(0.3), torch.nn.Linear(12, 24), torch.nn.Linear(24, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.sin(torch.tanh(self.up(self.drop(x)))))
 
 
 def train(policy: dict[str, Any], limit: Limit, **how: Any) -> Run:
@@ -167,41 +177,40 @@ def test_evaluate_has_nothing_to_drop(limit, without_limit):
 
 def gpts(count: int = 1) -> list[Any]:
     lanes = [[lm_batch(seed=10 * t + i, batch=1 + (t + i) % 2) for i in range(count)] for t in range(2)]
-    return [lanes[t % 2] if count > 1 else lanes[t % 2][0] for t in range(6)]
+    return [lanes[t % 2] if count > 1 else lanes[t % 2][0] for t in range(4)]
 
 
 ANYWHERE: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "mixed": (gpt, gpts(), {"policy": MIXED}),
-    "micro-batches": (gpt, gpts(2), {"policy": {**MIXED, "act_slots": 2}, "compute_dtype": torch.bfloat16}),
-    **{name: (made(AWKWARD[name]), [mlp_batch(seed=t % 2) for t in range(6)],
+    "micro-batches": (gpt, gpts(2)[:3], {"policy": {**MIXED, "act_slots": 2}, "compute_dtype": torch.bfloat16}),
+    "draws": (made(lambda: torch.nn.Sequential(*(DropsFirst() for _ in range(3)), torch.nn.Linear(12, 10))),
+              [mlp_batch(seed=t % 2) for t in range(4)], {"policy": RETAIN, "loss_fn": tiny_models.classification_loss}),
+    **{name: (made(AWKWARD[name]), [mlp_batch(seed=t % 2) for t in range(4)],
               {"policy": RETAIN, "loss_fn": tiny_models.classification_loss})
        for name in ("batch_norm", "own_statistics", "skips", "shared")},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
-def test_any_allocation_of_a_step_may_fail(limit, monkeypatch, name):
-    """One a step, drawn at random: dropout, statistics, sums over uses and micro-batches are those of undisturbed steps."""
+def test_any_allocation_may_fail(limit, monkeypatch, name):
+    """One in every op, drawn at random: dropout, statistics, sums over uses and micro-batches are those of undisturbed steps."""
     monkeypatch.setattr(selective, "choose", lambda *_: frozenset(range(0, 200, 2)))  # not by time, so that runs are alike
     make, batches, how = ANYWHERE[name]
-    made_in = []
-    torch.manual_seed(3)
-    want = oom_cases.train(make(), batches, limit, after=lambda plan: made_in.append(limit.num_made), **how)
-    numbers = [b - a for a, b in itertools.pairwise([0, *made_in])]
+    made_in: list[dict[str, int]] = []
+    want = oom_cases.train(make(), batches, limit, after=lambda plan: made_in.append(dict(limit.made_in)), **how)
     draw = random.Random(name)
 
     def before(step: int) -> None:
-        limit.refuse = once(limit.num_made + draw.randrange(1, numbers[step] - 2))
+        limit.refuse = once_in_each({op: draw.randint(1, num) for op, num in made_in[step].items() if num})
 
     def after(plan: slidedp.Plan) -> None:
-        if draw.random() < 0.7:
+        if draw.random() < 0.5:
             plan._current.fallback.recomputed = {}  # as planned again
 
-    torch.manual_seed(3)
     got = oom_cases.train(make(), batches, limit, before=before, after=after, **how)
     assert sum(want.refused) == 0
-    assert sum(got.refused) >= len(batches) - 1, "with fewer allocations than planned, the last may be out of reach"
-    assert len({op.split(".")[0] for op in got.refused_in}) > 1
+    assert sum(got.refused) > 0.8 * sum(map(len, made_in)), "few ops allocate less than they have, for what is kept"
+    assert {op.split(".")[0] for op in got.refused_in} >= {"prologue", "fwd", "bwd", "epilogue"}
     assert got.losses == want.losses
     assert got.digest == want.digest
 
@@ -210,7 +219,7 @@ def test_measuring_what_to_keep_may_not_fit(limit, monkeypatch):
     """Then nothing is kept of layers of that kind, from that step on, and nothing else is given up for it."""
     policy = {"layers": {"L0": {"act": "retain"}, "L1-L4": {"act": "selective"}}}
     want = train(policy, limit)
-    limit.refuse = once(0, OpKind.RECOMPUTE)
+    limit.refuse = once(OpKind.RECOMPUTE)
     run = train(policy, limit)
     assert run.digest == want.digest
     assert set(run.recomputed) == {(0, f"L0{i}") for i in (1, 2, 3, 4)}
@@ -264,7 +273,7 @@ def test_one_of_two_ranks_runs_out_of_memory(run_ranks):
 
 def test_warnings_come_once_the_backward_is_over(limit):
     """Of one in the backward the user hears at the latest when the plan is closed."""
-    limit.refuse = once(0, OpKind.BACKWARD)
+    limit.refuse = once(OpKind.BACKWARD)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with slidedp.compile(gpt(), "cpu", optimizer=OPTIMIZER, policy=RETAIN) as plan:
