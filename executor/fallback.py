@@ -131,17 +131,14 @@ class Fallback:
         position = {(lane, p.name): i for lane, micro in enumerate(step.lanes) for i, p in enumerate(micro.runner.trace.programs)}
         return dict(sorted(found.items(), key=lambda item: (position[item[0]], item[0][0])))
 
-    @staticmethod
-    def _leaving(step: Step) -> list[tuple[int, str]]:
-        """Layers that still keep what goes to the host."""
+    def _leaving(self, step: Step) -> list[tuple[int, str]]:
+        """Layers that still keep what goes to the host, and have not been asked to let go of it: some of it may not fit there."""
         found = [(lane, layer) for lane, micro in enumerate(step.lanes) for layer in micro.runner.leaving()]
-        submitted = step.tickets.keys()
-        return [(lane, layer) for lane, layer in found
-                if step.moved_by.get(in_lane(f"act.{layer}", lane, len(step.lanes))) in submitted]
+        copies = [step.moved_by.get(in_lane(f"act.{layer}", lane, len(step.lanes))) for lane, layer in found]
+        return [where for where, op in zip(found, copies, strict=True) if op in step.tickets and where not in self.recomputed]
 
     def _note(self, step: Step, shortage: Shortage) -> None:
-        dropped = {where: act for where, act in shortage.dropped.items() if act is not Activation.RECOMPUTE}
-        self.recomputed = self.recomputed | dropped  # a new one: reports may be reading it
+        self.recomputed = self.recomputed | shortage.dropped  # a new one: reports may be reading it
         self.since = self.since or step.number
         if not step.shortages:
             step.machine.short_of_memory.append(step)

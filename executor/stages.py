@@ -295,7 +295,8 @@ class StageRunner:
     def held(self) -> dict[str, int]:
         """Layers that could be computed again from here on -> bytes that this would free, in the order of their forwards."""
         used = {storage_of(t) for t in (*self._env.values(), *self._grads.values())}
-        kept = {stage: graph.kept() for stage, graph in self._graphs.items() if graph.saved is not None and not graph.moves}
+        kept = {stage: graph.kept() for stage, graph in self._graphs.items()
+                if graph.saved is not None and graph.act is not Activation.RECOMPUTE and not graph.moves}
         sizes = {stage: num_bytes(t for t in tensors if storage_of(t) not in used) for stage, tensors in kept.items()}
         return {stage: size for stage, size in sizes.items() if size}
 
