@@ -27,10 +27,14 @@ from slidedp.compiler.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes by use: `hbm` on each GPU, `host` on the whole host, all ranks together. `str()` is a table with totals."""
+    """Bytes by use: `hbm` on each GPU, `host` on the whole host, all ranks together. `str()` is a table with totals.
+
+    `notes`: what is not so any more.
+    """
 
     hbm: dict[str, int]
     host: dict[str, int]
+    notes: tuple[str, ...] = ()
 
     @property
     def hbm_bytes(self) -> int:
@@ -47,7 +51,7 @@ class MemoryReport:
         for place, uses in places:
             rows = [(use, size) for use, size in uses.items() if size] + [("total", sum(uses.values()))]
             lines += [place, *(f"  {use:<{width}}  {format_bytes(size):>10}" for use, size in rows)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def estimate_memory(graph: LayerGraph, decisions: Decisions) -> MemoryReport:

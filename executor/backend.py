@@ -68,6 +68,12 @@ class Backend(Protocol):
     def set_rng_state(self, state: RngState) -> None:
         """Puts the default generators back to `state`."""
 
+    def release_cached(self) -> None:
+        """Once the calling stream's work is done, gives back what the allocator holds and nothing uses."""
+
+    def memory_in_use(self) -> str:
+        """The allocator's numbers, for messages; '' where there is no device with one."""
+
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
@@ -114,6 +120,12 @@ class CpuBackend:
 
     def set_rng_state(self, state: RngState) -> None:
         torch.set_rng_state(state.cpu)
+
+    def release_cached(self) -> None:
+        pass
+
+    def memory_in_use(self) -> str:
+        return ""
 
     def drain(self) -> None:
         pass

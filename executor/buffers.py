@@ -7,9 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.ops import OpGraph, Slot
+from slidedp.compiler.units import format_bytes
 from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding
+from slidedp.executor.fallback import first_sentences, is_out_of_memory
 
 
 class Buffers:
@@ -34,12 +37,25 @@ class Buffers:
             make = self._backend.pinned if slot.memory == "pinned" else self._backend.empty
             for i in range(slot.count):
                 if f"{slot.name}[{i}]" not in self._slots:
-                    tensor = make(self._size(slot) // dtype.itemsize, dtype)
+                    try:
+                        tensor = make(self._size(slot) // dtype.itemsize, dtype)
+                    except RuntimeError as error:
+                        if not is_out_of_memory(error):
+                            raise
+                        raise self._shortage(slot, i, graph, error) from error
                     tensor.zero_()  # gaps between parameters must be finite: they are summed and sent like the rest
                     self._slots[f"{slot.name}[{i}]"] = tensor
             if slot.count == 1:
                 self._slots[slot.name] = self._slots[f"{slot.name}[0]"]
         self._backend.fence_caller()
+
+    def _shortage(self, slot: Slot, i: int, graph: OpGraph, error: RuntimeError) -> BudgetError:
+        total = sum(s.bytes * s.count for s in graph.slots if s.memory not in ("allocator", "pinned"))
+        numbers = "; ".join(filter(None, [first_sentences(error), self._backend.memory_in_use()]))
+        return BudgetError(
+            f"device memory: there is no room for buffer {slot.name}[{i}] of {format_bytes(slot.bytes)}, one of those that the "
+            f"plan takes before its first step, {format_bytes(total)} in all ({numbers}); free memory that others use on this "
+            "device, or compile with a smaller hbm_budget")
 
     def _size(self, slot: Slot) -> int:
         """What comes back from the host has to fit the window there, which may be older; the rest of it then does not leave."""

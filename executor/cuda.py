@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.ops import Stream
+from slidedp.compiler.units import format_bytes
 from slidedp.executor.backend import RngState
 from slidedp.executor.streams import Streams, Trace
 
@@ -130,6 +131,18 @@ class CudaBackend:
         torch.set_rng_state(state.cpu)
         if state.device is not None:
             torch.cuda.set_rng_state(state.device, self.device)
+
+    def release_cached(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.empty_cache()
+
+    def memory_in_use(self) -> str:
+        free, total = torch.cuda.mem_get_info(self.device)
+        share = torch.cuda.get_per_process_memory_fraction(self.device)
+        allowed = f", of which this process may use {format_bytes(int(share * total))}" if share < 1 else ""
+        return (f"{format_bytes(torch.cuda.memory_allocated(self.device))} allocated, "
+                f"{format_bytes(torch.cuda.memory_reserved(self.device))} reserved, {format_bytes(free)} of the device's "
+                f"{format_bytes(total)} free{allowed}")
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)

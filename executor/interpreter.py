@@ -50,6 +50,7 @@ class Interpreter:
         self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
         self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
         self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
+        self.moved_by = {op.reads[0].value: op.name for op in graph.ops if op.kind is OpKind.ACT_OFFLOAD}
         self.split = {op.layer for op in graph.ops for ref in op.writes if ref.rows}  # tables, see passes/rows.py
         self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
         self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
@@ -222,8 +223,13 @@ class Interpreter:
 
         def task(step: Step) -> None:
             lane = step.lanes[op.lane]
-            lane.runner.start(step.device_batch(lane), step.training)
-            lane.runner.prologue(weights)
+
+            def attempt() -> None:
+                lane.runner.start(step.device_batch(lane), step.training)
+                lane.runner.prologue(weights)
+
+            step.fallback.run(step, op, attempt)
+            lane.batch = {}
 
         return task
 
@@ -234,12 +240,18 @@ class Interpreter:
         if "act" in kept:
             act = Activation.OFFLOAD if kept["act"] else Activation.RETAIN
         leaving, poisoned = self.leaving(op), self.machine.options.poison
+        stays = not any(ref.value in self.moved_by for ref in op.writes[1:])
         lane = op.lane
 
         def task(step: Step) -> None:
             for value, of in leaving:
                 step.lanes[of].runner.leave(value, poisoned=poisoned)
-            step.lanes[lane].runner.forward(op.layer, weights, act)
+            runner, fallback = step.lanes[lane].runner, step.fallback
+
+            def attempt() -> None:
+                runner.forward(op.layer, weights, fallback.activation(lane, op.layer, act), stays)
+
+            fallback.run(step, op, attempt, act)
 
         return task
 
@@ -272,17 +284,19 @@ class Interpreter:
 
     def recompute(self, op: Op) -> Task:
         weights, lane = self.machine.buffers.leaves(self.places(op.reads, "W.")), op.lane
-        return lambda step: step.lanes[lane].runner.recompute(op.layer, weights)
+        return lambda step: step.fallback.run(step, op, lambda: step.lanes[lane].runner.recompute(op.layer, weights))
 
     def backward(self, op: Op) -> Task:
         weights, grads = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.gradients(op)
         lane, finish = op.lane, self.rounding(op)
 
-        looked_up = [g for g in grads if g in self.split and op.layer == self.layers.stages[0].name]
+        prologue = op.layer == self.layers.stages[0].name  # torch holds its graph, and has used it up when it fails
+        looked_up = [g for g in grads if g in self.split and prologue]
 
         def task(step: Step) -> None:
             micro = step.lanes[lane]
-            present = micro.runner.backward(op.layer, weights, grads, micro.has_tokens)
+            present = step.fallback.run(
+                step, op, lambda: micro.runner.backward(op.layer, weights, grads, micro.has_tokens), once=prologue)
             finish()
             for group in looked_up if micro.has_tokens else ():
                 self.require_gradient(group, present, step)
@@ -304,11 +318,12 @@ class Interpreter:
         def task(step: Step) -> None:
             micro = step.lanes[lane]
             if step.training:
-                loss, present = micro.runner.epilogue(weights, grads, step.loss_scale(micro), micro.has_tokens)
+                loss, present = step.fallback.run(
+                    step, op, lambda: micro.runner.epilogue(weights, grads, step.loss_scale(micro), micro.has_tokens))
                 finish()
                 step.mark_present(micro, present)
             else:
-                loss = micro.runner.evaluate(weights)
+                loss = step.fallback.run(step, op, lambda: micro.runner.evaluate(weights))
             step.keep_loss(micro, loss)
 
         return task

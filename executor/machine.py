@@ -6,6 +6,7 @@
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
+      Fallback            what layers keep less than planned, for want of memory; one per specialisation (fallback.py)
       Failure             what waits look at, and which error is raised (failure.py)
       Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph, made before its first step
@@ -36,6 +37,7 @@ from slidedp.executor.buffers import Buffers, may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
+from slidedp.executor.fallback import Fallback, warn
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
@@ -82,6 +84,7 @@ class Machine:
         self.steps_before = 0  # training steps of the checkpoint that was resumed, less those of this machine until then
         self.last_published: dict[str, int] = {}
         self.exposed = self.changed = False
+        self.short_of_memory: list[Step] = []  # steps with shortages that the user has not been told of
         heard = dict.fromkeys(e.src for e in graph.edges if e.all_ranks)
         self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
         self.interpreters: list[Interpreter] = []
@@ -225,13 +228,14 @@ class Machine:
         except (PeerError, Aborted) as e:
             raise self.failure.cause(e) from e
 
-    def new_step(self, lanes: Sequence[MicroBatch], num_valid_global: int, *, loss_is_mean: bool, training: bool) -> Step:
+    def new_step(self, lanes: Sequence[MicroBatch], fallback: Fallback, num_valid_global: int, *, loss_is_mean: bool,
+                 training: bool) -> Step:
         self.num_steps += training
         self.steps_at[self.num_turns] = self.num_steps
         self.steps_at.pop(self.num_turns - LOOK_BACK, None)
         if training:
             self.words.present(self.num_steps)[self.rank] = 0
-        return Step(self.num_steps, self.num_turns, lanes, self, num_valid_global, loss_is_mean, training)
+        return Step(self.num_steps, self.num_turns, lanes, self, fallback, num_valid_global, loss_is_mean, training)
 
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
@@ -242,7 +246,7 @@ class Machine:
         self.in_flight = step
         if step.training and self.resident:
             self.resident.newest = step.turn
-        step.op_names, step.speculating = interpreter.op_names, interpreter.speculating
+        step.op_names, step.speculating, step.moved_by = interpreter.op_names, interpreter.speculating, interpreter.moved_by
         self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
         try:
             interpreter.run(step, previous)
@@ -315,10 +319,15 @@ class Machine:
             raise self.failure.cause()
         return step.clip
 
-    def warn_of_skips(self) -> None:
-        """In the user's thread: of steps that were left out meanwhile."""
+    def warn(self) -> None:
+        """In the user's thread: of steps that were left out meanwhile, or that ran out of memory and have ended since."""
         if self.clipping:
             self.clipping.warn()
+        self.warn_of_shortages(stacklevel=5)
+
+    def warn_of_shortages(self, stacklevel: int) -> None:
+        while self.short_of_memory and self.short_of_memory[0].compute_ended.is_set():
+            warn(self.short_of_memory.pop(0), f"rank {self.rank}, " if self.world_size > 1 else "", stacklevel)
 
     def synchronize(self) -> None:
         """Wait until no rank has anything left to do of the steps so far."""
@@ -407,6 +416,7 @@ class Machine:
         try:
             if self.streams.error is None:
                 self.synchronize()
+                self.warn_of_shortages(stacklevel=5)
                 self.show_resident()
         finally:
             healthy = self.streams.error is None

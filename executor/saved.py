@@ -43,6 +43,10 @@ class _Holder:
     version: int = 0
     away: tuple[Geometry, int] | None = None
 
+    @property
+    def empty(self) -> bool:
+        return self.value is None and self.away is None
+
     def put(self, t: Tensor) -> None:
         self.value = t.detach()  # its graph would lead back here: a cycle
         self.version = t._version
@@ -106,19 +110,33 @@ class SavedTensors:
 
         Raises RuntimeError, naming the stage, when it does not save what the forward saved.
         """
-        empty = [h.index for h in self.holders() if h.value is None]
+        empty = [h for h in self.holders() if h.empty]
         if not empty:
             return
-        self._next, self._last = 0, empty[-1]
+        self._next, self._last = 0, empty[-1].index
         try:
             with saved_tensors_hooks(self._repack, _same):
                 run()
         except _Stop:
             return
+        except BaseException:  # whoever tries again begins with nothing
+            for holder in empty:
+                holder.value = None
+            raise
         raise RuntimeError(
             f"{self._label} saved {len(self._signatures)} tensors in its forward, but {self._next} when it was run again for "
             f"its backward; {_REMEDY}"
         )
+
+    @property
+    def lacks(self) -> bool:
+        """True if the backward needs what only :meth:`refill` can bring."""
+        return any(holder.empty for holder in self.holders())
+
+    def drop(self) -> None:
+        """Empties the holders, of which nothing may be on its way to the host: the stage will have to be run again."""
+        for holder in self.holders():
+            holder.value = None
 
     # ---- to the host and back; each by the thread of its stream, one after another ----
 
@@ -183,7 +201,7 @@ class SavedTensors:
             )
         reference = self._holders[index]
         holder = None if reference is None else reference()
-        if holder is not None and holder.value is None:
+        if holder is not None and holder.empty:
             holder.put(t)
         if index == self._last:
             raise _Stop

@@ -11,15 +11,18 @@ autograd, counts them. Source: the selective checkpointing of `torch.utils.check
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.moments import SELECTED_SHARE
 from slidedp.executor.backend import Backend
 from slidedp.executor.parcels import num_bytes, storage_of
 
@@ -165,6 +168,45 @@ class Measuring(_Counting):
     def measured(self) -> list[Measured]:
         """The operations so far. Those whose result something has written into cannot be skipped."""
         return [op if op.position in self._results else replace(op, num_bytes=0) for op in self._ops]
+
+
+class Selections:
+    """Which operations of the stages of one model keep their results, by kind of stage and training mode."""
+
+    def __init__(self, layers: LayerGraph, model: nn.Module, backend: Backend) -> None:
+        self._layers, self._model, self._backend = layers, model, backend
+        self._choices: dict[tuple[str, bool], frozenset[int]] = {}
+
+    def keeping(self, stage: str, label: str) -> Keeping:
+        """Context of a forward."""
+        return Keeping(label, self._choices.get(self._key(stage), frozenset()))
+
+    @contextmanager
+    def replaying(self, stage: str, keeping: Keeping | None) -> Iterator[None]:
+        """Context of a rerun. The first of each kind measures what the next steps keep; none after that pays for it."""
+        key = self._key(stage)
+        if keeping is None:
+            yield
+        elif key in self._choices:
+            with keeping.replay():
+                yield
+        else:
+            with Measuring(self._backend) as measuring:
+                yield
+            if ops := measuring.measured():
+                self._choices[key] = choose(ops, self._layers.stage(stage).activation_bytes, SELECTED_SHARE)
+
+    def give_up(self, stage: str) -> bool:
+        """Nothing is kept of stages of this kind, if that is yet to be measured: there is no memory to do it."""
+        unknown = self._key(stage) not in self._choices
+        self._choices.setdefault(self._key(stage), frozenset())
+        return unknown
+
+    def alike(self, a: str, b: str) -> bool:
+        return self._key(a) == self._key(b)
+
+    def _key(self, stage: str) -> tuple[str, bool]:
+        return self._layers.stage(stage).kind_key, self._model.training
 
 
 def _may_skip(func: Any, out: Any) -> bool:

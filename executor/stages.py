@@ -6,6 +6,10 @@
     backward       the layer's gradients: its parameters' into a flat gradient slot, its inputs' into the environment
     epilogue       forward and backward of norm, head and loss in one go
 
+Each can be tried again after it has failed for want of memory, all but the prologue's backward: until it has succeeded, nothing
+that it needs is given up, and nothing that others see has changed. A layer therefore keeps its inputs and what it needs to be run
+again until its backward is done, whether it is to be or not: what it has saved may have to go (:meth:`StageRunner.drop`).
+
 All of it runs in the GPU stream's thread. Contributions to one value's gradient are summed in the order in which the
 autograd engine would: later stages first, and within a stage on top of what has come in already (a seed at the leaf).
 The one exception is a parameter used by several stages and several times within one of the earlier ones: its first sum
@@ -17,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,50 +28,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
-from slidedp.compiler.moments import SELECTED_SHARE
 from slidedp.executor.backend import Backend, poison
 from slidedp.executor.binding import Binding
 from slidedp.executor.gradients import GradientSlots
-from slidedp.executor.parcels import Copy, Geometry, Parcel, storage_of
+from slidedp.executor.parcels import Copy, Geometry, Parcel, num_bytes, storage_of
 from slidedp.executor.saved import SavedTensors, enter
-from slidedp.executor.selective import Keeping, Measuring, choose
+from slidedp.executor.selective import Keeping, Selections
+from slidedp.executor.stage_graph import Boundary, Gradients, Graph, Slots, Weights, edges_of
 from slidedp.executor.surroundings import Changed, Surroundings
 
 if TYPE_CHECKING:
     from slidedp.compiler.tracer import StageProgram, Trace
-
-Weights = Mapping[str, list[Tensor]]
-"""Group -> its parameters as leaves (:meth:`Binding.leaves` of the slot that they were delivered to)."""
-
-Slots = Mapping[str, tuple[Tensor, bool]]
-"""Group -> its flat gradient slot, and whether an earlier op of this step has written its gradient there already."""
-
-
-@dataclass(slots=True)
-class _Graph:
-    """A stage between its forward and its backward: edges of its differentiable inputs and outputs, by name, not the values.
-
-    `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it.
-    `keeping`: results that a selective recompute need not compute again.
-    """
-
-    inputs: Mapping[str, GradientEdge | Tensor]
-    outputs: dict[str, GradientEdge]
-    weights: Weights
-    saved: SavedTensors | None = None
-    keeping: Keeping | None = None
-
-
-@dataclass(slots=True)
-class _Boundary:
-    """Inputs of a stage that go to the host. `away`: by name what they are like and where in the parcel their storage begins;
-    `slot`: where they have come back to.
-    """
-
-    parcel: Parcel
-    away: dict[str, tuple[Geometry, int]]
-    slot: Tensor | None = None
-
 
 class StageRunner:
     """Runs the stages of one trace on a bound module. One step at a time, started by :meth:`start`.
@@ -83,29 +53,30 @@ class StageRunner:
     def __init__(self, trace: Trace, binding: Binding, backend: Backend, slots: GradientSlots | None = None) -> None:
         self.trace, self._binding, self._backend = trace, binding, backend
         self._programs: dict[str, StageProgram] = {p.name: p for p in trace.programs}
-        self._labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
+        self.labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
         self._num_uses = Counter(name for p in trace.programs for name in set(p.inputs))
         self._surroundings = Surroundings(binding, backend)
-        self._choices: dict[tuple[str, bool], frozenset[int]] = {}  # (stage kind, training mode) -> operations to keep
+        self._selections = Selections(trace.graph, binding.model, backend)
         self._slots = slots or GradientSlots(binding.groups)
         self._clear()
 
     def _clear(self) -> None:
         self._env: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
-        self._graphs: dict[str, _Graph] = {}
+        self._graphs: dict[str, Graph] = {}
         self._kept: dict[str, Changed] = {}
-        self._with_inputs: set[str] = set()
-        self._boundaries: dict[str, _Boundary] = {}
+        self._boundaries: dict[str, Boundary] = {}
         self._uses_left: Counter[str] = Counter()
         self._training = True
         self._drew = False
 
     @property
     def draws_random(self) -> bool:
-        """True if a layer of this step drew random numbers: its recompute will set the default generators for a while."""
+        """True if a layer of this step drew random numbers: its recompute, should there be one, will set the default generators
+        for a while.
+        """
         return self._drew
 
     # ---- a step ----
@@ -135,84 +106,94 @@ class StageRunner:
     def prologue(self, weights: Weights) -> None:
         program = self._programs[self._first]
         self._bind(weights)
-        with torch.set_grad_enabled(self._training):
+        with self._surroundings.undone_if_it_fails(program), torch.set_grad_enabled(self._training):
             outputs = self._call(program, [self._env[name] for name in program.inputs])
         if self._training:
-            self._graphs[program.name] = _Graph({}, _edges(program, outputs), weights)
+            self._graphs[program.name] = Graph({}, edges_of(program, outputs), weights)
         self._store(program, outputs)
         self._release_inputs(program)
 
-    def forward(self, stage: str, weights: Weights, act: Activation = Activation.RECOMPUTE) -> None:
-        """`act`: what becomes of what autograd saves. Nothing is kept until :meth:`recompute`, or there is none."""
+    def forward(self, stage: str, weights: Weights, act: Activation = Activation.RECOMPUTE, stays: bool = False) -> None:
+        """`act`: what becomes of what autograd saves. `stays`: it is not called for, though other layers' goes to the host."""
         program = self._programs[stage]
         self._bind(weights)
-        args = [self._env[name] for name in program.inputs]
+        inputs = {name: self._env[name] for name in program.inputs}
         if not self._training:
             with torch.no_grad():
-                self._store(program, self._call(program, args))
+                self._store(program, self._call(program, [inputs[name] for name in program.inputs]))
             self._release_inputs(program)
             return
-        rerun = act in (Activation.RECOMPUTE, Activation.SELECTIVE)
-        before = self._surroundings.before(program) if rerun else None
-        saved = SavedTensors(self._labels[stage], keep=not rerun)
-        keeping = self._keeping(stage) if act is Activation.SELECTIVE else None
-        saved.bind_weights(weights)
-        if act is not Activation.RETAIN:
-            saved.bind_inputs({name: self._env[name] for name in program.inputs})
-        with torch.enable_grad(), saved.recording():
-            entered = enter({name: self._env[name] for name in program.grad_inputs})
-            with keeping or nullcontext():
-                outputs = self._call(program, [entered.get(name, self._env[name]) for name in program.inputs])
-        inputs = {name: get_gradient_edge(value) for name, value in entered.items()}
-        self._graphs[stage] = _Graph(inputs, _edges(program, outputs), weights, saved, keeping)
+        saved = SavedTensors(self.labels[stage], keep=act in (Activation.RETAIN, Activation.OFFLOAD))
+        keeping = self._selections.keeping(stage, self.labels[stage]) if act is Activation.SELECTIVE else None
+        with self._surroundings.undone_if_it_fails(program) as before:
+            graph, outputs = self._record(program, inputs, weights, saved, keeping)
+            kept = self._surroundings.changed_since(before, program)
+        graph.act, graph.moves = act, act is Activation.OFFLOAD and not stays
+        self._graphs[stage] = graph
         self._store(program, outputs)
-        if before is not None:
-            kept = self._kept[stage] = self._surroundings.changed_since(before, program)
-            self._drew |= kept.rng is not None
-        elif act is Activation.OFFLOAD:
-            self._with_inputs.add(stage)
-        else:
-            self._release_inputs(program)
+        self._kept[stage] = kept
+        self._drew |= kept.rng is not None
 
     def recompute(self, stage: str, weights: Weights) -> None:
-        """Nothing when this rank's batch bears no loss: no gradient depends on it."""
+        """Nothing when this rank's batch bears no loss, for no gradient depends on it; nor when the graph lacks nothing."""
+        graph = self._graphs.get(stage)
+        if graph is None or graph.saved is None or graph.spent or not graph.saved.lacks:
+            return
+        self._bind(weights)
+        graph.saved.bind_weights(weights)
+        inputs = self._inputs_back(stage)
+        graph.saved.bind_inputs(inputs)
         program = self._programs[stage]
-        kept, graph = self._kept.pop(stage), self._graphs.get(stage)
-        if graph is not None and graph.saved is not None:
-            self._bind(weights)
-            graph.saved.bind_weights(weights)
-            inputs = self._inputs_back(stage)
-            graph.saved.bind_inputs(inputs)
-            with self._modes_of_the_step(), self._surroundings.as_before(kept), torch.enable_grad():
-                entered = enter({name: inputs[name] for name in program.grad_inputs})
-                args = [entered.get(name, inputs[name]) for name in program.inputs]
-                with self._replaying(stage, graph.keeping):
-                    graph.saved.refill(lambda: self._call(program, args))
-        self._release_inputs(program)
+        with self._as_in_its_forward(stage), torch.enable_grad():
+            entered = enter({name: inputs[name] for name in program.grad_inputs})
+            args = [entered.get(name, inputs[name]) for name in program.inputs]
+            with self._selections.replaying(stage, graph.keeping):
+                graph.saved.refill(lambda: self._call(program, args))
 
     def backward(self, stage: str, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
         """Writes or adds the stage's parameter gradients into `slots`, and its input gradients into the environment.
 
         Returns, by parameter name, which trainable parameters of these groups have a gradient so far in this step. All
         gradients are zero when the batch bears no loss (`has_tokens` False), whatever the forward has computed. A layer
-        that has not been recomputed is, first.
+        that has not been recomputed, and has to be, is first.
         """
-        if stage in self._kept:
+        graph = self._graphs.get(stage) if has_tokens else None
+        if graph is None or not any(name in self._grads for name in graph.outputs):
+            self._end(stage)
+            return self._slots.write_none(slots)
+        graph = self._whole(stage, graph, weights)
+        outputs = [name for name in graph.outputs if name in self._grads]
+        try:
+            found = self._differentiate(graph, [graph.outputs[n] for n in outputs], [self._grads[n] for n in outputs], slots)
+        except BaseException:
+            graph.spent, graph.inputs, graph.outputs = True, {}, dict.fromkeys(graph.outputs)
+            graph.saved, graph.keeping = None, None
+            raise
+        self._end(stage)
+        return self._commit(found, slots)
+
+    def _whole(self, stage: str, graph: Graph, weights: Weights) -> Graph:
+        """The layer's graph with all that its backward needs: refilled, or, after a backward that has failed, a new one."""
+        if graph.spent:
+            saved = SavedTensors(self.labels[stage], keep=True)
+            self._bind(weights)
+            with self._as_in_its_forward(stage):
+                graph, _ = self._record(self._programs[stage], self._inputs_back(stage), weights, saved)
+            self._graphs[stage] = graph
+        elif graph.saved is not None:
             self.recompute(stage, weights)
-        graph = self._graphs.pop(stage, None)
-        if stage in self._with_inputs:
-            if graph is not None and graph.saved is not None:
-                graph.saved.bind_inputs(self._inputs_back(stage))
-            self._release_inputs(self._programs[stage])
-        grads = {name: self._grads.pop(name) for name in self._programs[stage].grad_outputs if name in self._grads}
-        if graph is None or not has_tokens:
-            return self._slots.write_none(slots)
-        if graph.saved is not None:
             graph.saved.bind_weights(weights)
-        outputs = [name for name in graph.outputs if name in grads]
-        if not outputs:
-            return self._slots.write_none(slots)
-        return self._differentiate(graph, [graph.outputs[n] for n in outputs], [grads.pop(n) for n in outputs], slots)
+            graph.saved.bind_inputs(self._inputs_back(stage))
+        return graph
+
+    def _end(self, stage: str) -> None:
+        """The stage's backward is done, or there is none to do."""
+        self._graphs.pop(stage, None)
+        self._boundaries.pop(stage, None)
+        for name in self._programs[stage].grad_outputs:
+            self._grads.pop(name, None)
+        if self._kept.pop(stage, None) is not None:  # the prologue's inputs are gone already
+            self._release_inputs(self._programs[stage])
 
     def prologue_backward(self, weights: Weights, slots: Slots, has_tokens: bool = True) -> dict[str, bool]:
         return self.backward(self._first, weights, slots, has_tokens)
@@ -230,15 +211,15 @@ class StageRunner:
             self._graphs.clear()
             return torch.zeros((), device=self._backend.device), self._slots.write_none(slots)
         self._bind(weights)
-        args, leaves = self._with_leaves(program)
-        with torch.enable_grad():
-            (loss,) = self._call(program, args)
+        with self._surroundings.undone_if_it_fails(program):
+            args, leaves = self._with_leaves(program)
+            with torch.enable_grad():
+                (loss,) = self._call(program, args)
+            del args  # backward shall free what it can
+            graph, value = Graph(leaves, {}, weights), loss.detach()
+            found = self._differentiate(graph, [loss], [torch.full_like(loss, seed)], slots) if loss.requires_grad else None
         self._release_inputs(program)
-        del args  # backward shall free what it can
-        graph = _Graph(leaves, {}, weights)
-        if not loss.requires_grad:
-            return loss.detach(), self._slots.write_none(slots)
-        return loss.detach(), self._differentiate(graph, [loss], [torch.full_like(loss, seed)], slots)
+        return value, self._slots.write_none(slots) if found is None else self._commit(found, slots)
 
     def evaluate(self, weights: Weights) -> Tensor:
         """The loss alone, after forwards only. Ends the step."""
@@ -263,7 +244,7 @@ class StageRunner:
         own = {name: self._env[name] for name in program.grad_inputs if self._num_uses[name] == 1}
         parcel = Parcel(own.values(), device, buffer.numel())
         away = {n: (Geometry.of(t), start) for n, t in own.items() if (start := parcel.start(t)) is not None}
-        self._boundaries[stage] = _Boundary(parcel, away)
+        self._boundaries[stage] = Boundary(parcel, away)
         parcel.pack(buffer, copy)
         return parcel.num_bytes
 
@@ -280,7 +261,7 @@ class StageRunner:
                 if saved is not None:
                     saved.unbind_input(name)
         if poisoned:
-            kept = [t for graph in self._graphs.values() if graph.saved is not None for t in graph.saved.kept()]
+            kept = [t for graph in self._graphs.values() for t in graph.kept()]
             used = {storage_of(t) for t in (*self._env.values(), *kept)}
             for freed in memory:
                 if storage_of(freed) not in used:
@@ -299,20 +280,59 @@ class StageRunner:
 
     def _inputs_back(self, stage: str) -> dict[str, Tensor]:
         """The stage's inputs, those that were on the host from the slot that they came back to."""
-        if (boundary := self._boundaries.pop(stage, None)) is not None:
+        if (boundary := self._boundaries.get(stage)) is not None:
             assert boundary.slot is not None, f"{stage}: its inputs are not back from the host"
             self._env |= {name: geometry.over(boundary.slot, start) for name, (geometry, start) in boundary.away.items()}
+            del self._boundaries[stage]
         return {name: self._env[name] for name in self._programs[stage].inputs}
 
     def _saved(self, stage: str) -> SavedTensors | None:
         graph = self._graphs.get(stage)
         return None if graph is None else graph.saved
 
+    # ---- what can be given up ----
+
+    def held(self) -> dict[str, int]:
+        """Layers that could be computed again from here on -> bytes that this would free, in the order of their forwards."""
+        used = {storage_of(t) for t in (*self._env.values(), *self._grads.values())}
+        kept = {stage: graph.kept() for stage, graph in self._graphs.items()
+                if graph.saved is not None and graph.act is not Activation.RECOMPUTE and not graph.moves}
+        sizes = {stage: num_bytes(t for t in tensors if storage_of(t) not in used) for stage, tensors in kept.items()}
+        return {stage: size for stage, size in sizes.items() if size}
+
+    def drop(self, stage: str) -> Activation:
+        """Frees what a layer of :meth:`held` keeps: its backward runs it again first, from its inputs and the weights of then.
+
+        Returns what it had been told to keep.
+        """
+        graph = self._graphs[stage]
+        assert graph.saved is not None, stage
+        graph.saved.drop()
+        graph.keeping = None
+        return graph.act
+
+    def leaving(self) -> list[str]:
+        """Layers that still keep what goes to the host: another thread may be about to copy it."""
+        return [stage for stage, graph in self._graphs.items() if graph.moves and graph.kept()]
+
+    def leave_early(self, stage: str) -> int:
+        """Once it has been copied: :meth:`leave`, with nobody waiting for its place. Returns bytes."""
+        before = num_bytes(self._graphs[stage].kept())
+        self.leave(f"act.{stage}")
+        return before - num_bytes(self._graphs[stage].kept())
+
+    def time_no_more(self, stage: str) -> list[str]:
+        """Layers of the stage's kind, which keep nothing from here on, if it was the one to measure what they shall keep."""
+        graph = self._graphs.get(stage)
+        if graph is None or graph.keeping is None or not self._selections.give_up(stage):
+            return []
+        return [name for name, other in self._graphs.items() if other.keeping and self._selections.alike(name, stage)]
+
     # ---- gradients ----
 
     def _differentiate(
-        self, graph: _Graph, outputs: list[GradientEdge | Tensor], seeds: list[Tensor], slots: Slots
-    ) -> dict[str, bool]:
+        self, graph: Graph, outputs: list[GradientEdge | Tensor], seeds: list[Tensor], slots: Slots
+    ) -> Gradients:
         for name, value in graph.inputs.items():
             if name in self._grads:  # from later stages: the engine adds this stage's contributions on top, one by one
                 outputs.append(value)
@@ -320,13 +340,22 @@ class StageRunner:
         params = {group: [w for w in graph.weights[group] if w.requires_grad] for group in slots}
         sources = [*graph.inputs.values(), *(w for ws in params.values() for w in ws)]
         found = iter(torch.autograd.grad(outputs, sources, seeds, allow_unused=True) if sources else ())
+        of_inputs = {}
         for name, grad in zip(graph.inputs, found, strict=False):
             if grad is not None:
-                self._grads[name] = grad.clone() if graph.saved is not None and graph.saved.borrows(grad) else grad
+                of_inputs[name] = grad.clone() if graph.saved is not None and graph.saved.borrows(grad) else grad
+        return Gradients(of_inputs, {group: [next(found) for _ in leaves] for group, leaves in params.items()})
+
+    def _commit(self, found: Gradients, slots: Slots) -> dict[str, bool]:
+        """From here on nothing may be tried again: it would add a gradient twice. Writing into slots takes no memory."""
+        self._grads |= found.of_inputs
         present: dict[str, bool] = {}
-        for group, leaves in params.items():
-            flat, accumulate = slots[group]
-            present |= self._slots.write(group, flat, [next(found) for _ in leaves], accumulate)
+        try:
+            for group, grads in found.of_weights.items():
+                flat, accumulate = slots[group]
+                present |= self._slots.write(group, flat, grads, accumulate)
+        except torch.OutOfMemoryError as e:
+            raise RuntimeError("a gradient that is there cannot be written into its slot") from e
         return present
 
     # ---- running a program ----
@@ -334,6 +363,24 @@ class StageRunner:
     def _bind(self, weights: Weights) -> None:
         for group, views in weights.items():
             self._binding.bind(group, views)
+
+    def _record(self, program: StageProgram, inputs: Mapping[str, Tensor], weights: Weights, saved: SavedTensors,
+                keeping: Keeping | None = None) -> tuple[Graph, Sequence[Tensor]]:
+        """Runs a bound layer; its graph and outputs."""
+        saved.bind_weights(weights)
+        saved.bind_inputs(inputs)
+        with torch.enable_grad(), saved.recording():
+            entered = enter({name: inputs[name] for name in program.grad_inputs})
+            with keeping or nullcontext():
+                outputs = self._call(program, [entered.get(name, inputs[name]) for name in program.inputs])
+        edges = {name: get_gradient_edge(value) for name, value in entered.items()}
+        return Graph(edges, edges_of(program, outputs), weights, saved, keeping), outputs
+
+    @contextmanager
+    def _as_in_its_forward(self, stage: str) -> Iterator[None]:
+        """Context of running a layer again."""
+        with self._modes_of_the_step(), self._surroundings.as_before(self._kept[stage]):
+            yield
 
     def _call(self, program: StageProgram, args: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = program.fn(self._binding.model, *args)
@@ -355,30 +402,3 @@ class StageRunner:
             self._uses_left[name] -= 1
             if not self._uses_left[name]:
                 self._env.pop(name, None)  # without loss there may be no way back from the host
-
-    # ---- what a selective recompute need not compute ----
-
-    def _keeping(self, stage: str) -> Keeping:
-        return Keeping(self._labels[stage], self._choices.get(self._choice_key(stage), frozenset()))
-
-    @contextmanager
-    def _replaying(self, stage: str, keeping: Keeping | None) -> Iterator[None]:
-        """Context of a rerun. The first of each kind measures what the next steps keep; none after that pays for it."""
-        key = self._choice_key(stage)
-        if keeping is None:
-            yield
-        elif key in self._choices:
-            with keeping.replay():
-                yield
-        else:
-            with Measuring(self._backend) as measuring:
-                yield
-            if ops := measuring.measured():
-                self._choices[key] = choose(ops, self.trace.graph.stage(stage).activation_bytes, SELECTED_SHARE)
-
-    def _choice_key(self, stage: str) -> tuple[str, bool]:
-        return self.trace.graph.stage(stage).kind_key, self._binding.model.training
-
-def _edges(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
-    named = dict(zip(program.outputs, outputs, strict=True))
-    return {name: get_gradient_edge(named[name]) for name in program.grad_outputs if named[name].requires_grad}

@@ -17,6 +17,7 @@ from slidedp.executor.adam import NonFiniteGradient
 
 if TYPE_CHECKING:
     from slidedp.executor.clipping import Clip
+    from slidedp.executor.fallback import Fallback, Shortage
     from slidedp.executor.machine import Machine
     from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
@@ -54,6 +55,7 @@ class Step:
     turn: int
     lanes: Sequence[MicroBatch]
     machine: Machine
+    fallback: Fallback
     num_valid_global: int
     loss_is_mean: bool = True
     training: bool = True
@@ -61,8 +63,12 @@ class Step:
     started_s: float = field(default_factory=time.perf_counter)
     updated: set[str] = field(default_factory=set)
     op_names: tuple[str, ...] = ()
+    moved_by: Mapping[str, str] = field(default_factory=dict)
+    """Values that go to the host -> the ops that copy them."""
     speculating: frozenset[str] = frozenset()
     """Groups that it makes candidates for."""
+    shortages: list[Shortage] = field(default_factory=list)
+    """Of device memory, that have been got over."""
     epilogue: Ticket = None  # type: ignore[assignment]  # the last, once it has been submitted
     wall_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
@@ -84,8 +90,7 @@ class Step:
         return (lane.num_valid if self.loss_is_mean else 1) / self.num_valid_global
 
     def device_batch(self, lane: MicroBatch) -> dict[str, torch.Tensor]:
-        batch, lane.batch = lane.batch, {}
-        return {key: self.machine.backend.to_device(value) for key, value in batch.items()}
+        return {key: self.machine.backend.to_device(value) for key, value in lane.batch.items()}
 
     @property
     def draws_random(self) -> bool:

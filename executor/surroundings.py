@@ -52,6 +52,20 @@ class Surroundings:
             {name: buffer.clone() for name, buffer in buffers.items()},
         )
 
+    @contextmanager
+    def undone_if_it_fails(self, program: StageProgram) -> Iterator[Before]:
+        """Context of anything that may be tried again: after an error, everything is as before. That takes no memory."""
+        before = self.before(program)
+        try:
+            yield before
+        except BaseException:
+            store = self._store()
+            for name, buffer in before.buffers.items():
+                store.set(name, buffer)
+                buffer.data.copy_(before.snapshot[name])  # not a change in the eyes of a graph that has saved it
+            self._backend.set_rng_state(before.rng)
+            raise
+
     def changed_since(self, before: Before, program: StageProgram) -> Changed:
         changed = Changed()
         if not before.rng.same(self._backend.rng_state()):
@@ -65,12 +79,13 @@ class Surroundings:
         """Context of a recompute: everything as before the forward; afterwards as it was found."""
         store = self._store()
         now = {name: store.get(name) for name in changed.buffers}
+        then = {name: value.clone() for name, value in changed.buffers.items()}  # to write to: it may have to be repeated
         rng = self._backend.rng_state() if changed.rng is not None else None
-        for name, value in changed.buffers.items():
-            store.set(name, value)  # the recompute writes to the snapshot, which nobody needs afterwards
-        if changed.rng is not None:
-            self._backend.set_rng_state(changed.rng)
         try:
+            for name, value in then.items():
+                store.set(name, value)
+            if changed.rng is not None:
+                self._backend.set_rng_state(changed.rng)
             yield
         finally:
             if rng is not None:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -48,7 +49,7 @@ from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
 from slidedp.ranks import Ranks
-from slidedp.report import describe, memory_of, planfile_of
+from slidedp.report import describe, memory_of, notes_of, planfile_of
 from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
 
@@ -105,7 +106,7 @@ class Plan:
         machine.adam.set_lr(lr, from_step=step.number)
         machine.run(interpreter, step)
         self.optimizer.step()
-        machine.warn_of_skips()
+        machine.warn()
         return StepResult(step, lr, machine.steps_before + step.number)
 
     def ask_to_stop(self) -> None:
@@ -176,7 +177,7 @@ class Plan:
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         total = sum(row.valid for row in posted)
         micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]
-        step = machine.new_step(micro, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
+        step = machine.new_step(micro, spec.fallback, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0].lr)
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
@@ -346,7 +347,7 @@ class Plan:
         """Wait until every pending update, on every rank, is in the master weights and `model` shows them."""
         if self._machine is not None and not self._closed:
             self._machine.synchronize()
-            self._machine.warn_of_skips()
+            self._machine.warn()
             self._machine.saves.wait_read()  # the model's parameters may be written into
             self._machine.expose_model()
 
@@ -414,7 +415,8 @@ class Plan:
 
     def explain(self, decision: str = "") -> Report:
         """What binds the predicted step, and what other values of `decision` would change (see :func:`slidedp.explain`)."""
-        return explain(self.to_planfile(), decision, hw=self._settings.hw, cost_model=self._settings.cost_model)
+        report = explain(self.to_planfile(), decision, hw=self._settings.hw, cost_model=self._settings.cost_model)
+        return replace(report, notes=(*report.notes, *notes_of(self._spec)))
 
     def gantt(self, timeline: Timeline | None = None, width: int = 80) -> str:
         """`timeline`, predicted or measured (:meth:`measure`), as text of `width` columns; default: the predicted one."""

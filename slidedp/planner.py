@@ -37,6 +37,7 @@ from slidedp.compiler.rows import possible_split
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
+from slidedp.executor.fallback import Expected, Fallback
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 from slidedp.passes.snapshot import Snapshot
@@ -84,7 +85,7 @@ class Specialisation:
     """The shapes (and guard values) of a step: its traces, one a micro-batch, and its graphs.
 
     `num_tokens`: valid ones of the batch it was made for; `shapes`: of that, its micro-batches together. `same`: an earlier one
-    whose ops these are, but for sizes: it is what runs.
+    whose ops these are, but for sizes: it is what runs. `fallback`: what its layers keep less of by now, for want of memory.
     """
 
     traces: tuple[Trace, ...]
@@ -96,6 +97,7 @@ class Specialisation:
     measurement: Measurement = field(default_factory=Measurement)
     solver: SolverRecord | None = None
     same: Specialisation | None = None
+    fallback: Fallback = field(default_factory=Fallback)
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -285,8 +287,7 @@ class Planner:
             decisions = self.for_shape(self.decisions, layers)
         check_head(layers, decisions)
         try:
-            check_budgets(layers, decisions, s.hw.hbm_bytes if s.hbm_budget is None else s.hbm_budget,
-                          s.hw.host_bytes if s.host_budget is None else s.host_budget)
+            check_budgets(layers, decisions, self.hbm_bytes, s.hw.host_bytes if s.host_budget is None else s.host_budget)
         except BudgetError as error:
             if self.decisions is None:
                 raise
@@ -316,12 +317,20 @@ class Planner:
         agreed, decisions = decisions, self.for_shape(decisions, draft.layers)  # each rank's own: its batch may be longer
         traces = tuple(self.with_head_chunks(t, decisions.head_chunks) for t in draft.traces)
         spec = Specialisation(traces, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
-                              record, self.alike(draft.layers, decisions))
+                              record, self.alike(draft.layers, decisions), Fallback(self.expected(draft, decisions)))
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, agreed, requires_grad(self.model)
         self.known[draft.key] = spec
         return spec
+
+    def expected(self, draft: Draft, decisions: Decisions) -> Expected:
+        rows = min((shape[0] for shape in draft.shapes.values() if shape), default=1)
+        return Expected(estimate_memory(draft.layers, decisions).hbm_bytes, self.hbm_bytes, rows)
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.settings.hw.hbm_bytes if self.settings.hbm_budget is None else self.settings.hbm_budget
 
     def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
         """The plan's `decisions` for a batch of another shape than they were made for, as far as nothing allocated depends on it.
@@ -335,7 +344,7 @@ class Planner:
             return decisions
         if "head_chunks" not in (policy or {}):
             decisions = replace(decisions, head_chunks=num_head_chunks(layers, self.head_rows))
-        budget = self.settings.hw.hbm_bytes if self.settings.hbm_budget is None else self.settings.hbm_budget
+        budget = self.hbm_bytes
         pinned = pinned_fields(layers, decisions, policy)
         for stage in layers.layers:
             if estimate_memory(layers, decisions).hbm_bytes <= budget:

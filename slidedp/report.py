@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from slidedp.compiler.costrecord import CostRecord
 from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, Rows, StateHome, Update
@@ -38,7 +38,13 @@ BOUND_BY = {
 
 
 def memory_of(spec: Specialisation) -> MemoryReport:
-    return estimate_memory(spec.layers, spec.decisions)
+    """As planned, and a note of what has turned out not to fit."""
+    return replace(estimate_memory(spec.layers, spec.decisions), notes=notes_of(spec))
+
+
+def notes_of(spec: Specialisation) -> tuple[str, ...]:
+    """What runs otherwise than planned."""
+    return spec.fallback.notes(spec.layers.num_lanes)
 
 
 def planfile_of(spec: Specialisation) -> PlanFile:
@@ -69,8 +75,8 @@ def predicted_tokens_per_s(spec: Specialisation) -> float:
 
 
 def describe(spec: Specialisation) -> str:
-    """A few lines about one specialisation: those of its plan file."""
-    return summary(planfile_of(spec))
+    """A few lines about one specialisation: those of its plan file, and what runs otherwise."""
+    return "\n".join([summary(planfile_of(spec)), *(line for note in notes_of(spec) for line in wrapped(note, "  "))])
 
 
 def summary(plan: PlanFile) -> str:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.moments import SELECTED_SHARE
-from slidedp.executor import stages
+from slidedp.executor import selective
 from slidedp.executor.parcels import num_bytes
 from slidedp.executor.selective import Keeping, Measured, choose
 
@@ -46,7 +46,7 @@ def any_positions(monkeypatch):
         draw = random.Random(len(list(ops)))
         return frozenset(p for p in range(200) if draw.random() < 0.5)
 
-    monkeypatch.setattr(stages, "choose", at_random)
+    monkeypatch.setattr(selective, "choose", at_random)
 
 
 @pytest.mark.parametrize("name", tiny_models.FAMILIES)

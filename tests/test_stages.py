@@ -98,7 +98,7 @@ def test_evaluate_equals_eager_and_keeps_nothing() -> None:
     compare(lambda: tiny_models.family("qwen3"), [batch])
 
 
-def test_boundary_values_live_from_forward_to_recompute_and_no_longer() -> None:
+def test_boundary_values_live_from_forward_to_backward_and_no_longer() -> None:
     batch = tiny_models.mlp_batch()
     bench = Bench(tiny_models.mlp(), batch, tiny_models.classification_loss)
     runner = bench.runner
@@ -113,8 +113,9 @@ def test_boundary_values_live_from_forward_to_recompute_and_no_longer() -> None:
     assert len(runner._env) == len(layers)
     for i, name in enumerate(reversed(layers)):
         runner.recompute(name, bench.of(name))
-        assert len(runner._env) == len(layers) - 1 - i
+        assert len(runner._env) == len(layers) - i
         runner.backward(name, bench.of(name), bench.slots(name))
+        assert len(runner._env) == len(layers) - 1 - i
         assert len(runner._grads) <= 1
 
 

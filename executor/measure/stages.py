@@ -28,7 +28,8 @@ from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding
 from slidedp.executor.collectives import SingleRank
 from slidedp.executor.measure.lab import Lab
-from slidedp.executor.stages import Slots, StageRunner
+from slidedp.executor.stage_graph import Slots
+from slidedp.executor.stages import StageRunner
 from slidedp.executor.tickets import Aborted
 
 REPEATS = 3

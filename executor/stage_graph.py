@@ -1,0 +1,74 @@
+"""What a stage leaves between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from slidedp.compiler.decisions import Activation
+from slidedp.executor.parcels import Geometry, Parcel
+from slidedp.executor.saved import SavedTensors
+from slidedp.executor.selective import Keeping
+
+if TYPE_CHECKING:
+    from slidedp.compiler.tracer import StageProgram
+
+Weights = Mapping[str, list[Tensor]]
+"""Group -> its parameters as leaves (:meth:`Binding.leaves` of the slot that they were delivered to)."""
+
+Slots = Mapping[str, tuple[Tensor, bool]]
+"""Group -> its flat gradient slot, and whether an earlier op of this step has written its gradient there already."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """A stage between its forward and its backward: edges of its differentiable inputs and outputs, by name, not the values.
+
+    `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it.
+    `keeping`: results that a selective recompute need not compute again. `act`: what becomes of
+    what it saved; `moves`: it goes to the host. `spent`: a
+    backward that has failed has used it up, and another must be made.
+    """
+
+    inputs: Mapping[str, GradientEdge | Tensor]
+    outputs: dict[str, GradientEdge]
+    weights: Weights
+    saved: SavedTensors | None = None
+    keeping: Keeping | None = None
+    act: Activation = Activation.RECOMPUTE
+    moves: bool = False
+    spent: bool = False
+
+    def kept(self) -> list[Tensor]:
+        """What it keeps alive now, beside weights and inputs."""
+        kept = [] if self.saved is None else self.saved.kept()
+        return kept if self.keeping is None else [*kept, *self.keeping.kept()]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Of a stage: of its inputs, by name; of the trainable weights of each group."""
+
+    of_inputs: dict[str, Tensor]
+    of_weights: dict[str, list[Tensor | None]]
+
+
+@dataclass(slots=True)
+class Boundary:
+    """Inputs of a stage that go to the host. `away`: by name what they are like and where in the parcel their storage begins;
+    `slot`: where they have come back to.
+    """
+
+    parcel: Parcel
+    away: dict[str, tuple[Geometry, int]]
+    slot: Tensor | None = None
+
+
+def edges_of(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
+    """Of the outputs that have a gradient, by name."""
+    named = dict(zip(program.outputs, outputs, strict=True))
+    return {name: get_gradient_edge(named[name]) for name in program.grad_outputs if named[name].requires_grad}
