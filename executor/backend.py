@@ -68,6 +68,9 @@ class Backend(Protocol):
     def set_rng_state(self, state: RngState) -> None:
         """Puts the default generators back to `state`."""
 
+    def trim(self) -> None:
+        """What has been freed goes back to the device, for buffers of other sizes."""
+
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
@@ -114,6 +117,9 @@ class CpuBackend:
 
     def set_rng_state(self, state: RngState) -> None:
         torch.set_rng_state(state.cpu)
+
+    def trim(self) -> None:
+        pass
 
     def drain(self) -> None:
         pass

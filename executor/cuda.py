@@ -131,6 +131,11 @@ class CudaBackend:
         if state.device is not None:
             torch.cuda.set_rng_state(state.device, self.device)
 
+    def trim(self) -> None:
+        torch.cuda.synchronize(self.device)  # what other streams have freed they may still write
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)
 

@@ -64,7 +64,7 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 
 def exchange(machine: Machine, mine: Posted) -> list[Posted]:
     """Everybody's, by rank. Collective: the first thing of a step, of an evaluation, and of a save beside training."""
-    return [Posted(*row) for row in machine.agree(mine)]
+    return [Posted(*row[: len(mine)]) for row in machine.agree(mine)]
 
 
 def refuse_if_ranks_differ(posted: Sequence[Posted], rank: int) -> None:

@@ -44,6 +44,7 @@ from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.saving import SaveHandle
 from slidedp.executor.step import MicroBatch, Step, StepResult
+from slidedp.executor.switching import Lowered
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.planner import Planner, Settings, Specialisation
@@ -244,7 +245,8 @@ class Plan:
     def _build(self, spec: Specialisation) -> Machine:
         s = self._settings
         return Machine(
-            self._model, spec.layers, spec.graph, spec.decisions, collectives=self._collectives, device=self._ranks.device,
+            self._model, Lowered(spec.layers, spec.graph, spec.decisions), collectives=self._collectives,
+            device=self._ranks.device,
             optimizer=self._optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
             options=self._options)
 
