@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from slidedp.autopolicy import AutoPlan
 from slidedp.batch import Batches, micro_batches
+from slidedp.candidate import Candidate
 from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, Rows
@@ -36,7 +37,9 @@ from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.rows import possible_split
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
+from slidedp.compiler.verdict import Verdict
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
+from slidedp.executor.switching import Lowered
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 from slidedp.passes.snapshot import Snapshot
@@ -52,7 +55,8 @@ class Settings:
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
     `update_threads`: of each rank, where they are known. `solver`, `hint`: see slidedp/decide.py. `cache_dir`: None for no cache.
-    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided.
+    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided. `validate`: steps of the plan, and of the
+    default's, to be timed (validation.py), 0 for none; `same_bits`: only as far as no bit depends on which of them runs.
     """
 
     hw: HardwareProfile
@@ -72,6 +76,8 @@ class Settings:
     cache_dir: Path | None = None
     update_threads: int | None = None
     may_speculate: bool = False
+    validate: int = 0
+    same_bits: bool = True
 
     def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
         """What ops of a plan of `layers` cost, each alone."""
@@ -103,6 +109,10 @@ class Specialisation:
         if self.same is not None:
             return with_costs_of(self.same.graph, self)
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget)
+
+    @property
+    def lowered(self) -> Lowered:
+        return Lowered(self.layers, self.graph, self.decisions)
 
     @cached_property
     def saving_graph(self) -> OpGraph:
@@ -191,6 +201,7 @@ class Planner:
         self.traced: dict[tuple[Any, ...], list[Trace]] = {}
         self.cut_traces: dict[tuple[int, int], tuple[Trace, Trace]] = {}  # with the whole one, which it is known by
         self.known: dict[tuple[int, ...], Specialisation] = {}
+        self.verdict: Verdict | None = None
 
     @property
     def slices(self) -> int:
@@ -322,6 +333,19 @@ class Planner:
             self.groups, self.decisions, self.trainable = draft.layers.groups, agreed, requires_grad(self.model)
         self.known[draft.key] = spec
         return spec
+
+    def candidates(self, draft: Draft, spec: Specialisation, rival: Decisions) -> tuple[Candidate, Candidate]:
+        """The plan, whose first specialisation `spec` is, and one with other decisions, for the same batch."""
+        assert self.decisions is not None
+        rival = with_possible_rows(draft.layers, rival)
+        decisions = self.for_shape(rival, draft.layers)
+        other = replace(spec, decisions=decisions, solver=None, same=None)
+        _ = other.graph  # verified
+        return Candidate(self.decisions, spec, self.known), Candidate(rival, other, {draft.key: other})
+
+    def use(self, candidate: Candidate) -> None:
+        """What follows is of this plan."""
+        self.decisions, self.known = candidate.decisions, candidate.known
 
     def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
         """The plan's `decisions` for a batch of another shape than they were made for, as far as nothing allocated depends on it.
