@@ -110,7 +110,7 @@ def measured_facts(plan: PlanFile) -> dict[str, str]:
     if plan.costs is None:
         return {}
     facts = {"costs": ", ".join(f"{n} {source}" for source, n in plan.costs.sources.items()) + " (ops)"}
-    if plan.costs.measurement:
+    if plan.costs.measurement and plan.validation is None:  # else that says it better
         steps = plan.costs.pays_back_after(plan.predictions.step_us)
         no_gain = "the default plan does not fit" if plan.costs.default_step_us is None else "the default plan is as fast"
         gain = no_gain if steps is None else f"paid back after {steps} steps"

@@ -180,6 +180,29 @@ def test_no_room_says_so(want: str, caplog: pytest.LogCaptureFixture, monkeypatc
     assert plan.decisions.of("L00").state is StateHome.HBM
 
 
+def test_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither plan can be set up again: the plan ends, and the model keeps its weights, as of the last step."""
+    def write_moments(*args: Any) -> None:
+        raise MemoryError("nowhere")
+
+    two = slidedp.compile(model(), "cpu", optimizer=OPTIMIZER, update_kernel="torch", policy=OLD)
+    for batch in batches(2):
+        two.run(batch)
+    monkeypatch.setattr(switching.ResidentState, "write_moments", write_moments)
+    with on_trial(OLD, slower(True)):
+        plan = slidedp.compile(model(), "cpu", optimizer=OPTIMIZER, update_kernel="torch", policy={"layers": {"L01": HBM}},
+                               validate=1)
+        for batch in batches(2):
+            plan.run(batch)
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="nowhere"):
+                plan.run(lm_batch())
+        plan.close()
+    kept = dict(plan._model.named_parameters())
+    assert all(torch.equal(p, kept[name]) for name, p in two.model.named_parameters())
+    two.close()
+
+
 # ---- whether and against what ----
 
 
