@@ -247,14 +247,14 @@ class Trial:
 
         The caller's step has not begun. Raises PeerError and whatever else ends a plan.
         """
-        began = time.perf_counter()
         self.current.times_us = slowest(machine, [round(seconds_of(step) * 1e6) for step in self._steps])
         self._steps.clear()
+        began = time.perf_counter()
         kept = None if self.at == 0 else self.faster()
         try:
             self._switch_to(machine, 1 if kept is None else kept)
         except SwitchError as e:
-            self._end(machine, None, f"the plan is not validated: the default could not be set up beside it ({e})")
+            self._end(machine, None, f"the plan is not validated: no change to the {(DEFAULT, PLAN)[self.at]} was possible ({e})")
             return False
         self._switching_s += time.perf_counter() - began
         if kept is None:
