@@ -9,6 +9,7 @@ Sources: CUDA Runtime API, Event and Stream Management and `cudaHostRegister`; P
 
 from __future__ import annotations
 
+import gc
 import mmap
 import time
 from collections.abc import Callable
@@ -132,6 +133,7 @@ class CudaBackend:
             torch.cuda.set_rng_state(state.device, self.device)
 
     def trim(self) -> None:
+        gc.collect()  # closures of an interpreter refer to it, and to slots
         torch.cuda.synchronize(self.device)  # what other streams have freed they may still write
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()

@@ -12,7 +12,6 @@ machine was built for (host_state.py).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -118,7 +117,6 @@ def drop(machine: Machine) -> None:
     m.runners = Runners(m.binding, m.backend)
     m.last_published.clear()  # of ops of that plan; all that they have done is seen
     m.collectives.release()
-    gc.collect()  # an interpreter's closures refer to it and to slots
     m.backend.trim()
 
 
