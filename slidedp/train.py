@@ -231,10 +231,10 @@ class Run:
             self.loader.place = place
             raise
         self.step = result.step
+        self.record()  # the step before this one: reading a step's figures at once would wait for its backward
         if self.plan.validation is not self.told:
             self.told = self.plan.validation
             self.say("\n".join(validation_lines(self.plan.to_planfile())))
-        self.record()  # the step before this one: reading a step's figures at once would wait for its backward
         self.unrecorded = result, epoch
         if not result.skipped:
             self.scheduler.step()

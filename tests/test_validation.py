@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import validation_cases
 from test_autopolicy import big, settings
 from test_host_state import GROUPS
 from tiny_models import PlainGPT, lm_batch
+from train_cases import config as train_config
+from train_cases import make_folder
 from training import state_of
 from validation_cases import EXACT, RECORD, on_trial
 
 import slidedp
 from slidedp.autopolicy import AutoPlan
+from slidedp.cli import main
 from slidedp.compiler.decisions import Decisions, GroupDecision, Source, StateHome
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.memory import estimate_memory
@@ -326,3 +330,14 @@ def test_plan_files_and_reports_say_it(want: str, caplog: pytest.LogCaptureFixtu
     for text in (summary(file), str(plan.explain())):
         assert f"paid back after {v.pays_back_after} steps" in " ".join(text.split())
     assert caplog.text.count("the plan is kept") == 1
+
+
+def test_slidedp_train_says_it_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = {"hw": "cpu", "update_kernel": "torch", "device": "cpu", "validate": 1}
+    path = train_config(make_folder(tmp_path), steps=6, data={"train": "train.txt", "seq": 24}, evaluate_every=None, plan=plan,
+                        log={"every": 1})
+    with on_trial(PLANS["cast"], slower(True)):
+        assert main(["train", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("the default is kept") == 1
+    assert said.index("step 4/6") < said.index("the default is kept") < said.index("step 5/6")
