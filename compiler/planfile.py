@@ -28,6 +28,7 @@ from slidedp.compiler.planyaml import (
 )
 from slidedp.compiler.policy import PLAN_KEYS
 from slidedp.compiler.strict import as_float, as_int, as_mapping, as_str, check_keys, content_hash, parse_yaml, read_text
+from slidedp.compiler.verdict import Verdict
 
 FORMAT = 1
 HEADER = """\
@@ -36,7 +37,7 @@ HEADER = """\
 """
 KEYS = ("format", "slidedp", "hardware", "cost_model", "world_size", "compute_dtype", "grad_dtype", "specialisation", "budgets",
         "plan", "decisions", "predictions", "ops", "model")
-OPTIONAL_KEYS = ("costs", "solver")
+OPTIONAL_KEYS = ("costs", "solver", "validation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class SolverRecord:
     rounds: int
 
 
-Record = TypeVar("Record", Identity, Budgets, Predictions, SolverRecord)
+Record = TypeVar("Record", Identity, Budgets, Predictions, SolverRecord, Verdict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class PlanFile:
     """Where something was measured."""
     solver: SolverRecord | None = None
     """None for decisions that were not solved for: pinned, the rule's, or from before there was a solver."""
+    validation: Verdict | None = None
+    """What the first steps of training have said of the plan, and of the default's; None if they have not."""
 
     @property
     def world_size(self) -> int:
@@ -161,6 +164,8 @@ class PlanFile:
         }  # fmt: skip
         if self.solver is not None:
             content["solver"] = asdict(self.solver)
+        if self.validation is not None:
+            content["validation"] = asdict(self.validation)
         content["model"] = identity | write_layers(layers)
         return HEADER + to_text(content)
 
@@ -250,6 +255,11 @@ def read_solver_record(value: object, where: str) -> SolverRecord:
     return _record(SolverRecord, value, f"{where}: solver")
 
 
+def read_verdict(value: object, where: str) -> Verdict:
+    """As :func:`read_solver_record`."""
+    return _record(Verdict, value, f"{where}: validation")
+
+
 def _from_content(content: object, where: str) -> PlanFile:
     top = as_mapping(content, where)
     if top.get("format", FORMAT) != FORMAT:
@@ -277,6 +287,7 @@ def _from_content(content: object, where: str) -> PlanFile:
         specialisation=_read_specialisation(top["specialisation"], f"{where}: specialisation"),
         costs=read_costs(top["costs"], f"{where}: costs") if "costs" in top else None,
         solver=read_solver_record(top["solver"], where) if "solver" in top else None,
+        validation=read_verdict(top["validation"], where) if "validation" in top else None,
     )
 
 

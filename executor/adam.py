@@ -211,6 +211,10 @@ class CpuAdam:
                     self._take_rows(bound, no_gradient)
         return self._bound[key]
 
+    def unbind(self) -> None:
+        """Bound updates are made anew: the state shows other buffers. None may be under way."""
+        self._bound.clear()
+
     def _make_native(self, bound: BoundUpdate) -> None:
         state, group, opt = self._state, bound.group, self.optimizer
         record, grad, shadow = self._groups[group].record, state.grad[group], state.shadow.get(group)

@@ -74,6 +74,9 @@ class Backend(Protocol):
     def memory_in_use(self) -> str:
         """The allocator's numbers, for messages; '' where there is no device with one."""
 
+    def trim(self) -> None:
+        """What has been freed goes back to the device, for buffers of other sizes."""
+
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
@@ -126,6 +129,9 @@ class CpuBackend:
 
     def memory_in_use(self) -> str:
         return ""
+
+    def trim(self) -> None:
+        pass
 
     def drain(self) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -16,17 +16,26 @@ from slidedp.executor.fallback import first_sentences, is_out_of_memory
 
 
 class Buffers:
-    """Every slot of `graph` as a flat tensor, by place (``w[0]``; ``held.shared0`` for a single one)."""
+    """Every slot of `graph` as a flat tensor, by place (``w[0]``; ``held.shared0`` for a single one).
+
+    `there`: slots on the device that are there already, with what they hold.
+    """
 
     def __init__(
-        self, graph: OpGraph, backend: Backend, binding: Binding, compute_dtype: torch.dtype, grad_dtype: torch.dtype
-    ) -> None:
+        self, graph: OpGraph, backend: Backend, binding: Binding, compute_dtype: torch.dtype, grad_dtype: torch.dtype,
+        there: Mapping[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self._binding = binding
-        self._slots: dict[str, Tensor] = {}
+        self._slots: dict[str, Tensor] = dict(there or {})
         self._leaves: dict[tuple[str, str], list[Tensor]] = {}
         self._backend, self._dtypes = backend, (compute_dtype, grad_dtype)
+        self._pinned: list[Tensor] = []
         self.pools = graph.slots
-        self.extend(graph)
+        try:
+            self.extend(graph)
+        except BaseException:
+            self.free()
+            raise
 
     def extend(self, graph: OpGraph) -> None:
         """Allocates what `graph` has beyond what is there: more micro-batches need more places. What is there stays."""
@@ -34,7 +43,8 @@ class Buffers:
             if slot.memory == "allocator":
                 continue
             dtype = dtype_of(slot, *self._dtypes)
-            make = self._backend.pinned if slot.memory == "pinned" else self._backend.empty
+            pinned = slot.memory == "pinned"
+            make = self._backend.pinned if pinned else self._backend.empty
             for i in range(slot.count):
                 if f"{slot.name}[{i}]" not in self._slots:
                     try:
@@ -43,6 +53,7 @@ class Buffers:
                         if not is_out_of_memory(error):
                             raise
                         raise self._shortage(slot, i, graph, error) from error
+                    self._pinned += [tensor] if pinned else []
                     tensor.zero_()  # gaps between parameters must be finite: they are summed and sent like the rest
                     self._slots[f"{slot.name}[{i}]"] = tensor
             if slot.count == 1:
@@ -66,6 +77,10 @@ class Buffers:
     def __getitem__(self, place: str) -> Tensor:
         return self._slots[place]
 
+    def of(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The places of these slots."""
+        return {place: tensor for place, tensor in self._slots.items() if place.partition("[")[0] in names}
+
     def leaves(self, places: Mapping[str, str]) -> dict[str, list[Tensor]]:
         """Group -> views of its slot, one a parameter, as autograd leaves; made once for each (group, place)."""
         out = {}
@@ -75,7 +90,14 @@ class Buffers:
             out[group] = self._leaves[group, place]
         return out
 
+    def free(self) -> None:
+        """Gives everything back while the backend goes on. No copy may be under way."""
+        for tensor in self._pinned:
+            self._backend.unregister(tensor)
+        self.clear()
+
     def clear(self) -> None:
+        self._pinned.clear()
         self._slots.clear()
         self._leaves.clear()
 

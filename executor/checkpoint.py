@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from slidedp.compiler.layergraph import Group
 from slidedp.executor.checkpoint_files import CheckpointError, FileFact, FileLayer
 from slidedp.executor.checkpoint_moments import MOMENTS, ResidentMoments
-from slidedp.executor.host_state import Buffer, HostState, shaped
+from slidedp.executor.host_state import HostState, shaped
+from slidedp.executor.state_layout import Buffer
 from slidedp.executor.tensor_files import TensorFile, layout, tensor_name
 
 FILE_BYTES = 2 * 2**30

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from slidedp.compiler.layergraph import Group
 from slidedp.executor.collectives import Collectives
-from slidedp.executor.host_state import Buffer, HostState
+from slidedp.executor.host_state import HostState
 from slidedp.executor.resident import ResidentState
 from slidedp.executor.segment import SharedSegment
-
-MOMENTS = (Buffer.EXP_AVG, Buffer.EXP_AVG_SQ)
+from slidedp.executor.state_layout import MOMENTS, Buffer
 
 
 class ResidentMoments:

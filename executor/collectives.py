@@ -37,6 +37,9 @@ class SingleRank:
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Allocates scratch for gradient chunks of up to `numel` elements on `device` (host), so that no step has to."""
 
+    def release(self) -> None:
+        """Gives the scratch back. No collective of gradients or weights may be under way."""
+
     def all_gather(self, slot: Tensor, lo: int, hi: int, rank: int, world_size: int) -> None:
         """Fills ``slot[lo:hi]``, equal shards in rank order, of which this rank's own is there already."""
 
@@ -85,6 +88,11 @@ class RankCollectives(SingleRank):
         self._buffer("received", numel, dtype, device)
         if dtype is not torch.float32:
             self._buffer("sum", numel // self.world_size, torch.float32, device)
+
+    def release(self) -> None:
+        for buffer in self._scratch.values():
+            self._outgrown(buffer)
+        self._scratch.clear()
 
     def all_gather(self, slot: Tensor, lo: int, hi: int, rank: int, world_size: int) -> None:
         assert (rank, world_size) == (self.rank, self.world_size)

@@ -9,6 +9,7 @@ Sources: CUDA Runtime API, Event and Stream Management and `cudaHostRegister`; P
 
 from __future__ import annotations
 
+import gc
 import mmap
 import time
 from collections.abc import Callable
@@ -143,6 +144,12 @@ class CudaBackend:
         return (f"{format_bytes(torch.cuda.memory_allocated(self.device))} allocated, "
                 f"{format_bytes(torch.cuda.memory_reserved(self.device))} reserved, {format_bytes(free)} of the device's "
                 f"{format_bytes(total)} free{allowed}")
+
+    def trim(self) -> None:
+        gc.collect()  # closures of an interpreter refer to it, and to slots
+        torch.cuda.synchronize(self.device)  # what other streams have freed they may still write
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -9,117 +9,27 @@ A group whose updates speculate (passes/clipping.py) has its state twice, on two
 may be next. It changes sides when a step's norm is known to need no clipping (sides.py); no byte moves. The dictionaries below
 show what was last asked for (:meth:`HostState.show`), which is the state whenever nothing is in flight; ops of a step ask by its
 number.
+
+There may be room for several plans, of which one at a time works with the state (:meth:`HostState.serve`). What only the others
+need goes back to the system once one of them is settled on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slidedp.compiler.decisions import Decisions, Reduction, Source
-from slidedp.compiler.layergraph import Group, Lookup, Param
-from slidedp.compiler.residency import is_resident, speculates
-from slidedp.executor.segment import GIB, Exchange, SharedSegment
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.layergraph import Group, Lookup, Param, shard
+from slidedp.compiler.residency import is_resident
+from slidedp.executor.segment import Exchange, SharedSegment
 from slidedp.executor.sides import Sides
+from slidedp.executor.state_layout import MOMENTS, PAGE, Buffer, check_budget, layout_state, needed, segment_of
 from slidedp.executor.words import Check, Words, WordsLayout
-
-_PAGE = 4096
-
-
-class Buffer(StrEnum):
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    SHADOW = "shadow"
-    GRAD = "grad"
-    RAW_GRAD = "raw_grad"
-
-
-_SEGMENT_OF = {
-    Buffer.MASTER: "master",
-    Buffer.EXP_AVG: "moments",
-    Buffer.EXP_AVG_SQ: "moments",
-    Buffer.SHADOW: "shadow",
-    Buffer.GRAD: "grads",
-    Buffer.RAW_GRAD: "grads",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one flat buffer lies in its segment."""
-
-    offset_bytes: int
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """Sizes of the segments and places of the buffers, keyed by buffer, group and, of raw gradients, rank; else side."""
-
-    segment_bytes: dict[str, int] = field(default_factory=dict)
-    places: dict[tuple[Buffer, str, int], Place] = field(default_factory=dict)
-
-    def bytes_by_place(self) -> dict[str, int]:
-        """Bytes of each kind of state, the whole host's: master, moments, candidates, shadow, grads, raw_grads, control."""
-        out = dict.fromkeys(("master", "moments", "candidates", "shadow", "grads", "raw_grads"), 0)
-        for (buffer, _, i), place in self.places.items():
-            out["raw_grads" if buffer is Buffer.RAW_GRAD else segment_of(buffer, i)] += place.nbytes
-        return out | {"control": self.segment_bytes["control"]}
-
-
-def segment_of(buffer: Buffer, i: int) -> str:
-    """`i`: of raw gradients the rank, else the side."""
-    return "candidates" if i and buffer is not Buffer.RAW_GRAD else _SEGMENT_OF[buffer]
-
-
-def layout_state(
-    groups: tuple[Group, ...],
-    decisions: Decisions,
-    *,
-    world_size: int,
-    compute_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    control_bytes: int,
-) -> StateLayout:
-    """The layout of the host state. Pure: allocates nothing."""
-    sizes = dict.fromkeys(("master", "moments", "candidates", "shadow", "grads"), 0)
-    places: dict[tuple[Buffer, str, int], Place] = {}
-
-    def put(buffer: Buffer, group: str, numel: int, dtype: torch.dtype, i: int = 0) -> None:
-        segment = segment_of(buffer, i)
-        place = Place(sizes[segment], numel, dtype)
-        places[buffer, group, i] = place
-        sizes[segment] += -(-place.nbytes // _PAGE) * _PAGE
-
-    for g in groups:
-        put(Buffer.MASTER, g.name, g.numel, torch.float32)
-        if is_resident(g, decisions.of(g.name)):
-            continue
-        if decisions.of(g.name).source is Source.SHADOW:
-            put(Buffer.SHADOW, g.name, g.numel, compute_dtype)
-        if not g.trainable:
-            continue
-        put(Buffer.EXP_AVG, g.name, g.num_trainable, torch.float32)
-        put(Buffer.EXP_AVG_SQ, g.name, g.num_trainable, torch.float32)
-        put(Buffer.GRAD, g.name, g.num_trainable, grad_dtype)
-        for buffer in (Buffer.MASTER, Buffer.EXP_AVG, Buffer.EXP_AVG_SQ, Buffer.SHADOW) if speculates(decisions, g) else ():
-            if (buffer, g.name, 0) in places:
-                put(buffer, g.name, g.numel, places[buffer, g.name, 0].dtype, 1)
-        if world_size > 1 and decisions.of(g.name).reduction is Reduction.CPU:
-            for rank in range(world_size):
-                put(Buffer.RAW_GRAD, g.name, g.num_trainable, grad_dtype, rank)
-    return StateLayout(sizes | {"control": control_bytes}, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +48,8 @@ class HostState:
     Flat tensors by group name: ``master`` FP32 ``[numel]``; ``exp_avg``, ``exp_avg_sq`` FP32 ``[num_trainable]`` and
     ``grad`` (the reduced gradient) grad_dtype ``[num_trainable]`` of trainable groups; ``shadow`` compute_dtype ``[numel]``
     of groups delivered from it; ``raw_grad[group][rank]`` of groups reduced on the host by several ranks. All zero at first.
-    Resident groups have a ``master`` only, which the GPU copies from and to.
+    Resident groups have a ``master`` only, which the GPU copies from and to. All this is what `decisions` need; there is room for
+    `others` too, see :meth:`serve`.
     ``pairs``: both sides of groups that speculate, and ``sides``, which of them is the state.
     ``words``: the control segment; ``param_index``: a parameter's place in its presence flags, groups in order; ``row_index``: of
     groups whose rows are split (`split_rows`), the place of a table's first row in the masks.
@@ -162,10 +73,11 @@ class HostState:
         barrier: Callable[[], object] | None = None,
         host_budget: int | None = None,
         split_rows: Sequence[str] = (),
+        others: Sequence[Decisions] = (),
     ) -> None:
         assert world_size == 1 or (exchange and barrier), "several ranks need their collectives"
         self.groups = {g.name: g for g in groups}
-        self._resident = [g.name for g in groups if is_resident(g, decisions.of(g.name))]
+        self._dtypes = {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype}
         self.rank, self.world_size = rank, world_size
         self.param_index: dict[str, int] = {}
         for p in (p for g in groups for p in g.params):
@@ -182,9 +94,9 @@ class HostState:
             groups,
             decisions,
             world_size=world_size,
-            compute_dtype=compute_dtype,
-            grad_dtype=grad_dtype,
             control_bytes=control.nbytes,
+            others=others,
+            **self._dtypes,
         )
         check_budget(self.layout, host_budget)
         self._segments: dict[str, SharedSegment] = {}
@@ -197,13 +109,20 @@ class HostState:
         if barrier is not None:
             barrier()  # rank 0 must not close a segment that another rank is about to open
         self.words = Words(self._segments["control"], control, rank)
-        self._bind(self._segments)
+        self.serve(decisions)
 
-    def _bind(self, memory: Mapping[str, SharedSegment]) -> None:
+    # ---- plans ----
+
+    def serve(self, decisions: Decisions) -> None:
+        """Shows what a plan with these decisions works with; it is one of those that there is room for. No byte moves.
+
+        Nothing may be in flight, and groups that speculate must be on their first sides (:meth:`take_first_sides`).
+        """
         flat: dict[Buffer, dict[str, Any]] = {b: {} for b in Buffer}
         other: dict[Buffer, dict[str, Any]] = {b: {} for b in Buffer}
-        for (buffer, group, i), p in self.layout.places.items():
-            tensor = memory[segment_of(buffer, i)].tensor(p.dtype, p.offset_bytes, p.numel)
+        self._resident = [g.name for g in self.groups.values() if is_resident(g, decisions.of(g.name))]
+        for buffer, group, i in self._keys(decisions):
+            tensor = self._tensor(buffer, group, i)
             if buffer is Buffer.RAW_GRAD:
                 flat[buffer].setdefault(group, [None] * self.world_size)[i] = tensor
             else:
@@ -219,6 +138,41 @@ class HostState:
             moments = other[Buffer.EXP_AVG][name], other[Buffer.EXP_AVG_SQ][name]
             self.pairs[name] = self.both(name)[0], GroupState(master, *moments, other[Buffer.SHADOW].get(name))
         self.sides = Sides(self.pairs)
+
+    def _keys(self, decisions: Decisions) -> list[tuple[Buffer, str, int]]:
+        return [(buffer, g.name, i) for g in self.groups.values()
+                for buffer, i in needed(g, decisions, world_size=self.world_size, **self._dtypes)]
+
+    def _tensor(self, buffer: Buffer, group: str, i: int = 0) -> Tensor:
+        place = self.layout.places[buffer, group, i]
+        return self._segments[segment_of(buffer, i)].tensor(place.dtype, place.offset_bytes, place.numel)
+
+    def moments_of(self, group: str) -> list[Tensor]:
+        """Flat, where they are on the host, if only between two plans; not of groups that all plans keep in HBM alike."""
+        return [self._tensor(moment, group) for moment in MOMENTS]
+
+    @torch.no_grad()
+    def take_first_sides(self) -> None:
+        """Copies this rank's part of what is shown on second sides to the first ones; all ranks must before anybody serves."""
+        for name, (first, _) in self.pairs.items():
+            if self.master[name] is first.master:
+                continue
+            part = slice(*shard(0, self.groups[name].numel, self.rank, self.world_size))
+            now = GroupState(self.master[name], self.exp_avg[name], self.exp_avg_sq[name], self.shadow.get(name))
+            for field_ in fields(GroupState):
+                old, new = getattr(now, field_.name), getattr(first, field_.name)
+                if old is not None:
+                    new[part].copy_(old[part])
+
+    def settle_on(self, decisions: Decisions) -> None:
+        """Gives back the memory that the plan with these decisions, which is served, does not need. All ranks, none in a step."""
+        kept = set(self._keys(decisions))
+        for (buffer, group, i), p in self.layout.places.items():
+            if (buffer, group, i) not in kept and self.rank == 0:
+                self._segments[segment_of(buffer, i)].discard(p.offset_bytes, -(-p.nbytes // PAGE) * PAGE)
+        self.layout = replace(self.layout, places={key: p for key, p in self.layout.places.items() if key in kept})
+
+    # ---- the state ----
 
     def both(self, group: str) -> tuple[GroupState, GroupState]:
         """Both sides of a trainable group; of one that does not speculate, its only one twice."""
@@ -343,22 +297,6 @@ class HostState:
 def shaped(flat: Tensor, param: Param) -> Tensor:
     """A parameter's part of its group's flat buffer, as a view in the parameter's shape."""
     return flat[param.offset : param.offset + param.numel].view(param.shape)
-
-
-def check_budget(layout: StateLayout, host_budget: int | None) -> None:
-    """Raises ValueError, naming every part, when the state is larger than `host_budget` bytes."""
-    parts = layout.bytes_by_place()
-    needed = sum(parts.values())
-    if host_budget is None or needed <= host_budget:
-        return
-    listed = ", ".join(f"{name} {nbytes / GIB:.3g}" for name, nbytes in parts.items() if nbytes)
-    remedy = "deliver groups with source=cast (no shadow)" if parts["shadow"] else "freeze parameters"
-    if parts["raw_grads"]:
-        remedy += ", reduce gradients on the GPUs (reduction=gpu)"
-    raise ValueError(
-        f"host_budget: the state needs {needed / GIB:.3g} GiB ({listed}), {(needed - host_budget) / GIB:.3g} GiB more than "
-        f"the {host_budget / GIB:.3g} GiB allowed; raise host_budget, or {remedy}"
-    )
 
 
 def _find(values: Mapping[str, Tensor], param: Param) -> Tensor:

@@ -1,6 +1,6 @@
 """Everything a running plan owns: streams, slots, host state, collectives, the optimizer, and its end.
 
-    Machine   built once per plan from the first specialisation's graph; shared by all of them
+    Machine   built once per plan from the first specialisation's graph; shared by all of them (another plan: switching.py)
       Backend, Streams    where ops run (backend.py, cuda.py, streams.py)
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
       ResidentState       the part of it that lives in HBM instead (resident.py)
@@ -25,40 +25,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slidedp.compiler.decisions import Decisions, Update
+from slidedp.compiler.decisions import Update
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import Edge, OpGraph, OpKind, Stream
+from slidedp.compiler.ops import Edge, OpGraph, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.rows import find_splits
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
-from slidedp.executor.buffers import Buffers, may_come_later
+from slidedp.executor.buffers import may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
 from slidedp.executor.fallback import Fallback, warn
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
-from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.kernels import HostKernels
 from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
-from slidedp.executor.resident import ResidentState, ServiceWords
+from slidedp.executor.resident import ResidentState
 from slidedp.executor.runners import Runners
 from slidedp.executor.saving import Saves
 from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
+from slidedp.executor.switching import DRAINED, FIRST_OP_WORD, Lowered, equip
 from slidedp.executor.updates import UpdateQueue
 from slidedp.executor.words import PeerError
 
 Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
-
-DRAINED, ASKED, SHOWN = range(3)
-"""Words that a rank publishes: a step has nothing left to do on it; it wants, and it has made, resident masters current."""
-
-FIRST_OP_WORD = 3
 
 LOOK_BACK = 64
 """Turns that are remembered: more than there can be from a step's submission to its end."""
@@ -69,14 +65,16 @@ class Machine:
 
     Args:
         model: the user's module; its parameters become views of the master weights.
-        layers, graph, decisions: of the first specialisation; later ones must share groups and decisions.
+        plan: of the first specialisation; later ones must share groups and decisions.
+        others: what it may be switched to (switching.py); the host has room for each of them.
         collectives: connects the ranks. Construction is collective, as are `run`, `agree` and `synchronize` in effect.
     """
 
-    def __init__(self, model: nn.Module, layers: LayerGraph, graph: OpGraph, decisions: Decisions, *, collectives: Collectives,
+    def __init__(self, model: nn.Module, plan: Lowered, *, others: Sequence[Lowered] = (), collectives: Collectives,
                  device: torch.device, optimizer: AdamW, compute_dtype: torch.dtype, grad_dtype: torch.dtype,
                  host_budget: int | None = None, options: MachineOptions | None = None) -> None:
-        self.options = options or MachineOptions()
+        layers, self.plan, self.options = plan.layers, plan, options or MachineOptions()
+        self.dtypes = compute_dtype, grad_dtype
         self.collectives, self.optimizer = collectives, optimizer
         self.rank, self.world_size = collectives.rank, collectives.world_size
         self.counters: Counter[str] = Counter()
@@ -85,59 +83,50 @@ class Machine:
         self.last_published: dict[str, int] = {}
         self.exposed = self.changed = False
         self.short_of_memory: list[Step] = []  # steps with shortages that the user has not been told of
-        heard = dict.fromkeys(e.src for e in graph.edges if e.all_ranks)
-        self.word_of = {name: FIRST_OP_WORD + i for i, name in enumerate(heard)}
+        self.word_of: dict[str, int] = {}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
         self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
         self.resident: ResidentState | None = None
+        self.registered: dict[int, Tensor] = {}  # host memory that the device copies from and to, by address
         if self.world_size > 1:
             share_buffers(model, collectives)
         self.binding = Binding(model, layers.groups)  # before anything is allocated: it may refuse the model
         self.backend: Backend = open_backend(device)
         self.runners = Runners(self.binding, self.backend)
+        split_rows = dict.fromkeys(name for p in (plan, *others) for name in find_splits(p.layers, p.decisions))
         self.state = HostState(
-            layers.groups, decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
-            grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + len(self.word_of), exchange=collectives.exchange_ints,
-            barrier=collectives.barrier, host_budget=host_budget, split_rows=list(find_splits(layers, decisions)))
+            layers.groups, plan.decisions, rank=self.rank, world_size=self.world_size, compute_dtype=compute_dtype,
+            grad_dtype=grad_dtype, num_words=FIRST_OP_WORD + max(len(p.heard) for p in (plan, *others)),
+            exchange=collectives.exchange_ints, barrier=collectives.barrier, host_budget=host_budget, split_rows=list(split_rows),
+            others=[p.decisions for p in others])
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
         self.saves = Saves(collectives, self.failure, self.counters)
         try:
-            self.start(layers, graph, decisions, compute_dtype, grad_dtype)
+            self.start()
         except BaseException as e:
             self.abandon(e)
             self.close()
             raise
 
-    def start(self, layers: LayerGraph, graph: OpGraph, decisions: Decisions, compute_dtype: torch.dtype,
-              grad_dtype: torch.dtype) -> None:
-        """Load the weights, and allocate all that a step needs, so that no step has to."""
+    def start(self) -> None:
+        """Load the weights, and make all that lives as long as the machine."""
         self.binding.adopt(self.state)
-        for buffer in self.state.dma_buffers():
-            self.backend.register(buffer)
         kernel, threads = self.options.update_kernel, self.options.num_threads
         threads = threads or update_threads(self.backend.device, self.world_size)
-        self.adam = CpuAdam(self.state, layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
+        self.adam = CpuAdam(self.state, self.plan.layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
         if self.adam.native and self.options.native_queue:
             self.streams.updates.open_queue(UpdateQueue(self.adam.kernels.library, threads, self.words.shape()))
         self.clipping: Clipping | None = None
-        if decisions.update is Update.DEFERRED:
+        if self.plan.decisions.update is Update.DEFERRED:
             self.clipping = Clipping(self.binding.model, self.state, self.options.max_grad_norm, self.options.skip_nonfinite,
                                      quiet=self.rank != 0)
         self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
-        self.buffers = Buffers(graph, self.backend, self.binding, compute_dtype, grad_dtype)
-        self.resident = ResidentState(
-            layers, decisions, self.state, self.buffers, self.backend, self.adam, ServiceWords(DRAINED, ASKED, SHOWN),
-            exact=kernel == Kernel.TORCH, on_failure=self.failure.stop)
-        self.resident.upload()
-        chunks = [op.chunk.bounds(graph.group_by_name[op.layer], self.world_size) for op in graph
-                  if op.kind is OpKind.REDUCE and op.chunk]
-        if chunks:
-            self.collectives.reserve(max(hi - lo for lo, hi in chunks), grad_dtype, self.backend.device)
+        equip(self, self.plan)
 
     # ---- what the interpreter touches ----
 

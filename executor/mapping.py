@@ -64,6 +64,10 @@ class FileMapping:
             self._advise(_MADV_COLLAPSE, first, last - first)
         return self._advise(_MADV_POPULATE_WRITE, start, nbytes)
 
+    def discard(self, start: int, nbytes: int) -> int:
+        """Frees whole pages of shared memory, in the file too: they read as zeros from here on. Returns an errno."""
+        return self._advise(mmap.MADV_REMOVE, start, nbytes)
+
     def _advise(self, advice: int, start: int, nbytes: int) -> int:
         return 0 if _libc().madvise(self.address + start, nbytes, advice) == 0 else ctypes.get_errno()
 

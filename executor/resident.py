@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -60,20 +60,22 @@ class ServiceWords:
 class ResidentState:
     """The resident groups of one rank. `buffers` have their slots; made once a plan, before the first step.
 
-    `exact`: update with torch's own operations (gpu_adam.py). `on_failure`: called from the answering thread.
+    `exact`: update with torch's own operations (gpu_adam.py). `on_failure`: called from the answering thread. `turn`: the last
+    one before there was this; what the host has of it is what :meth:`upload` takes.
     """
 
     def __init__(self, layers: LayerGraph, decisions: Decisions, host: HostState, buffers: Buffers, backend: Backend,
-                 adam: CpuAdam, words: ServiceWords, *, exact: bool, on_failure: Callable[[BaseException], object]) -> None:
+                 adam: CpuAdam, words: ServiceWords, *, exact: bool, on_failure: Callable[[BaseException], object],
+                 turn: int = 0) -> None:
         self.groups = {g.name: g for g in resident_groups(layers, decisions)}
         self._host, self._backend, self._words, self._on_failure = host, backend, words, on_failure
         self._weights = {name: buffers[f"held.{name}"] for name in self.groups}
         self._chunks = {name: self._chunks_of(g, decisions.of(name).return_chunks, buffers) for name, g in self.groups.items()}
         workspace = 0 if layers.grad_dtype == "float32" else largest_update(layers, decisions)
         self.adam = GpuAdam(adam, chain(*self._chunks.values()), backend, exact=exact, workspace=workspace)
-        self.newest = 0
+        self.newest = turn
         """Turn of the last step that updates: what the masters have to be shown of."""
-        self._written = self._shown = 0  # turn of the last step whose masters this rank, and every rank, has on the host
+        self._written = self._shown = turn  # turn of the last step whose masters this rank, and every rank, has on the host
         self._uploaded = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -92,9 +94,13 @@ class ResidentState:
     # ---- copies ----
 
     @torch.no_grad()
-    def upload(self) -> None:
-        """The masters as they are on the host count from here on. Nothing may be in flight; on all ranks alike."""
+    def upload(self, *, but: Collection[str] = ()) -> None:
+        """The masters as they are on the host count from here on, `but` those of groups that have them already. Nothing may be in
+        flight; on all ranks alike.
+        """
         for name, group in self.groups.items():
+            if name in but:
+                continue
             master, weights = self._host.master[name], self._weights[name]
             for lo in range(0, group.numel, _PIECE):
                 piece = torch.empty(min(_PIECE, group.numel - lo), dtype=torch.float32, device=weights.device)

@@ -136,6 +136,12 @@ class Saves:
         if (snapshot := self.reading) is not None:
             snapshot.wait_read()
 
+    def let_go(self) -> None:
+        """Until the state may be exchanged for that of another plan."""
+        if self._last is not None:
+            self._last.snapshot.wait_read()
+            self._last.snapshot.let_go()
+
     def finish(self) -> None:
         """Until no save is under way. Raises what has failed, if nobody has heard of it."""
         if self._last is not None:

@@ -135,6 +135,11 @@ class SharedSegment:
         """
         return FileMapping(self._fd, self.nbytes, private=True)
 
+    def discard(self, offset_bytes: int, nbytes: int) -> None:
+        """Gives whole pages back to the system, where it takes them; they read as zeros, on all ranks. One rank calls it."""
+        assert self._map is not None, f"segment {self.name} is closed"
+        self._map.discard(offset_bytes, nbytes)
+
     def close(self) -> None:
         """Unmaps and releases. While a tensor from here lives, its pages stay; new ones cannot be made. Idempotent."""
         self._map = None  # the last reference to go, this or a tensor's, unmaps

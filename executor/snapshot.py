@@ -31,8 +31,9 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import Group, cut_chunks, shard
 from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.checkpoint_moments import MOMENTS
-from slidedp.executor.host_state import Buffer, HostState
+from slidedp.executor.host_state import HostState
 from slidedp.executor.resident import ResidentState
+from slidedp.executor.state_layout import Buffer
 from slidedp.executor.tickets import Ticket
 
 BYTES_PER_ELEMENT = 12
@@ -206,6 +207,11 @@ class Snapshot:
         with self._changed:
             while not self.all_read:
                 self._changed.wait()
+
+    def let_go(self) -> None:
+        """All has been read: the state in HBM is not kept alive any longer."""
+        assert self.all_read
+        self._resident = None
 
 
 def buffers_of(piece: Piece) -> tuple[Buffer, ...]:

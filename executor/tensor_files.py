@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slidedp.compiler.layergraph import Group
-from slidedp.executor.host_state import Buffer
+from slidedp.executor.state_layout import Buffer
 
 _ALIGNMENT_BYTES = 8
 

@@ -25,7 +25,7 @@ from slidedp.executor.segment import SharedSegment
 Check = Callable[[], None]
 """Called while waiting; raises when waiting has become pointless (a peer died, the run was aborted)."""
 
-NUM_VALUES = 8
+NUM_VALUES = 12
 """int64s that a rank can post in one exchange."""
 LOSS_DEPTH = 4
 _TEXT_BYTES = 1000

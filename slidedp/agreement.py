@@ -30,7 +30,7 @@ class Posted(NamedTuple):
 
     `failed`: 1 if the batch does not fit, SAVE_FAILED if a save beside training has. `valid`: loss-bearing tokens.
     `call`: place in CALLS. `signature`: of the ops that concern other ranks. `lr`: the bits of a double. `changed`: masters
-    were written.
+    were written. `as_planned`: the batch is of the shapes that the plan was made for, and nothing is being recorded.
     """
 
     failed: int = 0
@@ -41,6 +41,7 @@ class Posted(NamedTuple):
     changed: int = 0
     num_batches: int = 0
     stop_asked: int = 0
+    as_planned: int = 0
 
 
 def agree_on_decisions(decisions: Decisions, layers: LayerGraph, collectives: Collectives) -> Decisions:
@@ -64,7 +65,7 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 
 def exchange(machine: Machine, mine: Posted) -> list[Posted]:
     """Everybody's, by rank. Collective: the first thing of a step, of an evaluation, and of a save beside training."""
-    return [Posted(*row) for row in machine.agree(mine)]
+    return [Posted(*row[: len(mine)]) for row in machine.agree(mine)]
 
 
 def refuse_if_ranks_differ(posted: Sequence[Posted], rank: int) -> None:

@@ -25,6 +25,7 @@ from slidedp.hardware import load_profile
 from slidedp.plan import Plan
 from slidedp.planner import DTYPE_NAMES, Settings
 from slidedp.ranks import find_ranks
+from slidedp.validation import NUM_STEPS
 
 Policy = Mapping[str, Any] | PlanFile | str | Path | None
 
@@ -52,6 +53,7 @@ def compile(
     solver: str = "cp-sat",
     hint: PlanFile | str | Path | None = None,
     cache_dir: str | Path | None = None,
+    validate: bool | int | None = None,
     peer_timeout_s: float = PEER_TIMEOUT_S,
     peer_absence_s: float = PEER_ABSENCE_S,
 ) -> Plan:
@@ -86,6 +88,10 @@ def compile(
         solver: "cp-sat" (never worse than the rule, in simulation; tiny steps are left to it) or "rule". Rank 0 decides for all.
         hint: an earlier plan to start from, and to keep if it is as good as proven best.
         cache_dir: where measurements and solved plans are kept: default $SLIDEDP_CACHE, else ``~/.cache/slidedp``; "": nowhere.
+        validate: time the solver's plan and the default rule's on the first real steps, one after the other, so many of each
+            (True: 3) after one that does not count, and keep the faster (:attr:`Plan.validation`, and in `cache_dir`). False: no.
+            Default: for `hw_profile` "auto" and "measure", optimizer states being where the solver puts them in both, so that no
+            bit of training depends on which of the two runs. If you say True or how many, the default is timed as it is.
         peer_timeout_s: of several ranks: seconds without any op done, on any rank, after which a step hangs: all ranks then
             raise a PeerError that names the rank at fault and the op that it is in. inf: wait for ever.
         peer_absence_s: the same for a rank that does not call `run` while others wait in theirs, for whatever reason of its own
@@ -127,6 +133,7 @@ def compile(
         measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
         cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
         solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint),
+        validate=num_validated(validate, hw_profile), same_bits=validate is None,
         may_speculate=open_to_speculation and ranks.rank == 0)
     options = MachineOptions(update_kernel, num_threads, skip_nonfinite=skip,
                              max_grad_norm=None if max_grad_norm is None else float(max_grad_norm),
@@ -156,6 +163,17 @@ def pins_updates(policy: Mapping[str, Any] | PlanFile | None) -> bool:
     layers = policy.get("layers")
     of_layers = layers.values() if isinstance(layers, Mapping) else ()
     return "update" in policy or any(isinstance(pins, Mapping) and "update" in pins for pins in of_layers)
+
+
+def num_validated(validate: bool | int | None, hw_profile: object) -> int:
+    """How many steps of each plan are to be timed."""
+    if validate is None:
+        return NUM_STEPS if hw_profile in ("auto", "measure") else 0
+    if isinstance(validate, bool):
+        return NUM_STEPS if validate else 0
+    if not isinstance(validate, int) or validate < 0:
+        raise ValueError(f"validate={validate!r}: True, False, or how many steps of each plan to time")
+    return validate
 
 
 def check_solver(solver: str) -> str:

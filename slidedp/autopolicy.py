@@ -56,12 +56,14 @@ class AutoPlan:
     """What was chosen, and how (`record`; None if nothing was solved).
 
     `solve_s`: what solving took on the clock, 0 if it was `cached`; never part of a plan file, which is the same every time.
+    `rule`: the rule's decisions, which this was solved from.
     """
 
     decisions: Decisions
     record: SolverRecord | None = None
     solve_s: float = 0.0
     cached: bool = False
+    rule: Decisions | None = None
 
     @property
     def pays_after(self) -> float | None:

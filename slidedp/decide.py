@@ -54,9 +54,11 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
     speculates = settings.may_speculate and rule.update is Update.DEFERRED
     if (settings.solver == "rule" and not speculates) or is_tiny(problem, rule):
         return AutoPlan(rule)
-    if not speculates:
-        return solved(problem, rule, layers, settings)
-    return with_fewest(problem, solved(problem, with_most(problem, rule), layers, settings))
+    if speculates:
+        plan = with_fewest(problem, solved(problem, with_most(problem, rule), layers, settings))
+    else:
+        plan = solved(problem, rule, layers, settings)
+    return replace(plan, rule=rule)
 
 
 def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Settings) -> AutoPlan:

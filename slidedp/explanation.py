@@ -24,7 +24,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.policy import apply_policy, match_groups
 from slidedp.compiler.residency import speculating_groups
 from slidedp.compiler.units import format_bytes
-from slidedp.report import bound_by, wrapped
+from slidedp.report import bound_by, validation_lines, wrapped
 from slidedp.what_if import Outcome, WhatIf, what_if
 
 TIE = 1e-3
@@ -72,7 +72,8 @@ class Report:
     `chain`: the critical cycle, over `cycle_steps` steps, its longest link `bound_by`. `waits_us`: of the time that the GPU
     waits, by the kind of op it waits for. `question`: the decision asked about, or '' for those that matter most.
     `norm_us`: what it costs that updates wait for the norm of all gradients, against the same plan whose updates do not; None if
-    they do not. `speculating`: how many groups make up for it, and `candidate_bytes` of the host with what.
+    they do not. `speculating`: how many groups make up for it, and `candidate_bytes` of the host with what. `validation`: lines
+    on what real steps have said.
     """
 
     title: str
@@ -90,9 +91,11 @@ class Report:
     norm_us: int | None = None
     speculating: int = 0
     candidate_bytes: int = 0
+    validation: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join([*self._binding(), *self._norm(), *([] if self.question else self._streams()), *self._alternatives(),
+        return "\n".join([*self._binding(), *self._norm(), *self.validation, *([] if self.question else self._streams()),
+                          *self._alternatives(),
                           *(line for note in self.notes for line in wrapped(f"note: {note}", "  "))])  # fmt: skip
 
     def _binding(self) -> Iterator[str]:
@@ -193,7 +196,7 @@ def explain(
         bottleneck=str(line.bottleneck), bound_by=longest(chain), chain=chain, busy_us=line.busy_us,
         waits_us=line.exposed_by, question=decision, alternatives=found, notes=notes, cycle_steps=line.cycle_steps,
         norm_us=norm_us, speculating=len(speculating_groups(plan.layers, planned.decisions)),
-        candidate_bytes=planned.memory.host["candidates"])
+        candidate_bytes=planned.memory.host["candidates"], validation=tuple(validation_lines(plan)))
 
 
 def decisions_asked(decision: str, layers: LayerGraph) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ back as ordinary ones when closed. Everything that reads state drains the pendin
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -38,12 +39,14 @@ from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
 from slidedp.compiler.units import parse_bytes
+from slidedp.compiler.verdict import Verdict
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.saving import SaveHandle
+from slidedp.executor.segment import HostMemoryError
 from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
@@ -52,6 +55,7 @@ from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, notes_of, planfile_of
 from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
+from slidedp.validation import Trial, prepare_trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +79,8 @@ class Plan:
         self._planner = Planner(model, settings)
         self._machine: Machine | None = None
         self._current: Specialisation | None = None
+        self._trial: Trial | None = None
+        self._recording = self._counts = False
         self._closed = False
         self._resume_from: Checkpoint | None = None
         self._stop_asked = False
@@ -105,6 +111,8 @@ class Plan:
         self._current = spec
         machine.adam.set_lr(lr, from_step=step.number)
         machine.run(interpreter, step)
+        if self._trial is not None and self._counts:
+            self._trial.ran(step)
         self.optimizer.step()
         machine.warn()
         return StepResult(step, lr, machine.steps_before + step.number)
@@ -135,10 +143,14 @@ class Plan:
         if self._machine is None and batches:
             self._start(batches[0])
         assert self._machine is not None, "measure needs a batch"
-        with self._machine.recording() as events:
-            for batch in batches:
-                self.run(batch)
-            self._machine.synchronize()
+        self._recording = True  # a validation goes on after this
+        try:
+            with self._machine.recording() as events:
+                for batch in batches:
+                    self.run(batch)
+                self._machine.synchronize()
+        finally:
+            self._recording = False
         return measured_timeline(events, len(batches))
 
     def _begin(self, batch: Batches, *,
@@ -164,8 +176,9 @@ class Plan:
         except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
+        as_planned = self._trial is not None and training and not problem and self._trial.is_of(spec) and not self._recording
         posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
-                                          num_batches(batch), int(self._stop_asked)))
+                                          num_batches(batch), int(self._stop_asked), int(as_planned)))
         if any(row.failed == SAVE_FAILED for row in posted):
             machine.saves.tell()  # this rank's own error, if it comes later, is no news
         if problem:
@@ -175,10 +188,24 @@ class Plan:
             machine.refresh()
         if any(row.stop_asked for row in posted):
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
+        self._counts = all(row.as_planned for row in posted)
+        if self._counts and self._trial is not None and self._trial.over:
+            self._take_turns(machine, self._trial)
+            return self._begin(batch, training=training)  # with what is to run now
         total = sum(row.valid for row in posted)
         micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]
         step = machine.new_step(micro, spec.fallback, total, loss_is_mean=spec.traces[0].loss_is_mean, training=training)
         return machine, spec, interpreter, step, as_float(posted[0].lr)
+
+    def _take_turns(self, machine: Machine, trial: Trial) -> None:
+        """Validation: one of its plans has had its steps. Collective; nothing is lost, and no step is under way on return."""
+        try:
+            going_on = trial.turn(machine)
+        except BaseException as e:
+            machine.abandon(e)
+            raise
+        if not going_on:
+            self._trial = None
 
     def _interpreter(self, machine: Machine, spec: Specialisation, *, training: bool) -> Interpreter:
         graph = spec.program(training=training, saving=machine.saves.reading is not None)
@@ -211,18 +238,23 @@ class Plan:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
+            times_s = [time.perf_counter()]
             self._planner.measurement = measured_stages(self._model, to_measure, lanes[0], self._settings, self._collectives)
+            times_s.append(time.perf_counter())
             try:
                 opinion = self._planner.decide(draft)
             except ValueError as e:
                 problem = e
             self._raise_on_all_ranks(problem)
+            times_s.append(time.perf_counter())
             try:
                 refuse_if_options_differ(self._options, self._collectives)
-                decisions = agree_on_decisions(opinion, draft.layers, self._collectives)
+                trial = prepare_trial(self._planner, draft, opinion, self._collectives, times_s)
+                decisions = agree_on_decisions(trial.plan, draft.layers, self._collectives)
                 spec = self._planner.finish(draft, decisions)
                 if self._resume_from is not None:
                     require_same_model(self._resume_from, draft.layers.groups)
+                self._trial = trial.begin(spec)
                 self._machine = self._build(spec)
                 self._current = spec
             except ValueError as e:
@@ -243,11 +275,17 @@ class Plan:
         self._resume_from = None
 
     def _build(self, spec: Specialisation) -> Machine:
-        s = self._settings
-        return Machine(
-            self._model, spec.layers, spec.graph, spec.decisions, collectives=self._collectives, device=self._ranks.device,
-            optimizer=self._optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
-            options=self._options)
+        s, others = self._settings, self._trial.others if self._trial else []
+        try:
+            return Machine(
+                self._model, spec.lowered, others=others, collectives=self._collectives, device=self._ranks.device,
+                optimizer=self._optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
+                options=self._options)
+        except HostMemoryError:
+            if self._trial is None:
+                raise
+            self._trial = None  # one plan has room, perhaps
+            return self._build(spec)
 
     def _raise_on_all_ranks(self, problem: Exception | None) -> None:
         failed = [flag for (flag,) in self._collectives.gather_ints([int(problem is not None)])]
@@ -407,7 +445,12 @@ class Plan:
 
     def to_planfile(self) -> PlanFile:
         """What :meth:`dump` writes."""
-        return planfile_of(self._spec)
+        return replace(planfile_of(self._spec), validation=self.validation)
+
+    @property
+    def validation(self) -> Verdict | None:
+        """What the first steps have said of the plan, and of the default's (`validate=` of `compile`); None if they have not."""
+        return self._planner.verdict
 
     def simulate(self) -> Timeline:
         """Predicted steady-state step under the cost model: step time, spans and utilisation by stream, bottleneck."""
@@ -440,7 +483,9 @@ class Plan:
         return Counter() if self._machine is None else +self._machine.counters
 
     def __str__(self) -> str:
-        return "SlideDP plan, not yet specialised" if self._current is None else describe(self._spec)
+        if self._current is None:
+            return "SlideDP plan, not yet specialised"
+        return describe(self.to_planfile(), notes_of(self._current))
 
 
 def close_quietly(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from slidedp.autopolicy import AutoPlan
 from slidedp.batch import Batches, micro_batches
+from slidedp.candidate import Candidate
 from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.costs import CostModel, ResolvedCosts, WithFallback
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, Rows
@@ -36,8 +37,10 @@ from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.rows import possible_split
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
+from slidedp.compiler.verdict import Verdict
 from slidedp.decide import by_the_rule, decide, head_chunks_before_costs
 from slidedp.executor.fallback import Expected, Fallback
+from slidedp.executor.switching import Lowered
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 from slidedp.passes.snapshot import Snapshot
@@ -53,7 +56,8 @@ class Settings:
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
     `update_threads`: of each rank, where they are known. `solver`, `hint`: see slidedp/decide.py. `cache_dir`: None for no cache.
-    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided.
+    `may_speculate`: whether groups do, if updates wait for the norm, is to be decided. `validate`: steps of the plan, and of the
+    default's, to be timed (validation.py), 0 for none; `same_bits`: only as far as no bit depends on which of them runs.
     """
 
     hw: HardwareProfile
@@ -73,6 +77,8 @@ class Settings:
     cache_dir: Path | None = None
     update_threads: int | None = None
     may_speculate: bool = False
+    validate: int = 0
+    same_bits: bool = True
 
     def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
         """What ops of a plan of `layers` cost, each alone."""
@@ -105,6 +111,10 @@ class Specialisation:
         if self.same is not None:
             return with_costs_of(self.same.graph, self)
         return lower(self.layers, self.decisions, hbm_budget=self.settings.hbm_budget)
+
+    @property
+    def lowered(self) -> Lowered:
+        return Lowered(self.layers, self.graph, self.decisions)
 
     @cached_property
     def saving_graph(self) -> OpGraph:
@@ -193,6 +203,7 @@ class Planner:
         self.traced: dict[tuple[Any, ...], list[Trace]] = {}
         self.cut_traces: dict[tuple[int, int], tuple[Trace, Trace]] = {}  # with the whole one, which it is known by
         self.known: dict[tuple[int, ...], Specialisation] = {}
+        self.verdict: Verdict | None = None
 
     @property
     def slices(self) -> int:
@@ -331,6 +342,19 @@ class Planner:
     @property
     def hbm_bytes(self) -> int:
         return self.settings.hw.hbm_bytes if self.settings.hbm_budget is None else self.settings.hbm_budget
+
+    def candidates(self, draft: Draft, spec: Specialisation, rival: Decisions) -> tuple[Candidate, Candidate]:
+        """The plan, whose first specialisation `spec` is, and one with other decisions, for the same batch."""
+        assert self.decisions is not None
+        rival = with_possible_rows(draft.layers, rival)
+        decisions = self.for_shape(rival, draft.layers)
+        other = replace(spec, decisions=decisions, solver=None, same=None, fallback=Fallback(self.expected(draft, decisions)))
+        _ = other.graph  # verified
+        return Candidate(self.decisions, spec, self.known), Candidate(rival, other, {draft.key: other})
+
+    def use(self, candidate: Candidate) -> None:
+        """What follows is of this plan."""
+        self.decisions, self.known = candidate.decisions, candidate.known
 
     def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
         """The plan's `decisions` for a batch of another shape than they were made for, as far as nothing allocated depends on it.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 from slidedp.compiler.costrecord import CostRecord
 from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, Rows, StateHome, Update
@@ -18,8 +19,11 @@ from slidedp.compiler.residency import is_resident
 from slidedp.compiler.runlength import runs
 from slidedp.compiler.tablecosts import MEASURED_TABLE
 from slidedp.compiler.units import format_bytes
-from slidedp.planner import Specialisation
+from slidedp.compiler.verdict import PLAN, Verdict
 from slidedp.version import __version__
+
+if TYPE_CHECKING:
+    from slidedp.planner import Specialisation
 
 WIDTH = 80
 """Columns of a summary. `HEADINGS` follow the fields of a GroupDecision: whence and how weights come, and gradients go."""
@@ -74,9 +78,9 @@ def predicted_tokens_per_s(spec: Specialisation) -> float:
     return spec.num_tokens * spec.layers.world_size / max(spec.timeline.step_us, 1) * 1e6
 
 
-def describe(spec: Specialisation) -> str:
-    """A few lines about one specialisation: those of its plan file, and what runs otherwise."""
-    return "\n".join([summary(planfile_of(spec)), *(line for note in notes_of(spec) for line in wrapped(note, "  "))])
+def describe(plan: PlanFile, notes: Iterable[str]) -> str:
+    """A few lines about a plan: its summary, and what runs otherwise."""
+    return "\n".join([summary(plan), *(line for note in notes for line in wrapped(note, "  "))])
 
 
 def summary(plan: PlanFile) -> str:
@@ -107,6 +111,7 @@ def summary(plan: PlanFile) -> str:
         *shared_groups(plan),
         *(line for key, text in predicted.items() for line in wrapped(f"{key:<10}{text}")),
         *(line for key, text in measured_facts(plan).items() for line in wrapped(f"{key:<10}{text}")),
+        *validation_lines(plan),
         *["decisions were edited: the predictions are of those before"] * plan.edited,
     ])  # fmt: skip
 
@@ -116,12 +121,32 @@ def measured_facts(plan: PlanFile) -> dict[str, str]:
     if plan.costs is None:
         return {}
     facts = {"costs": ", ".join(f"{n} {source}" for source, n in plan.costs.sources.items()) + " (ops)"}
-    if plan.costs.measurement:
+    if plan.costs.measurement and plan.validation is None:  # else that says it better
         steps = plan.costs.pays_back_after(plan.predictions.step_us)
         no_gain = "the default plan does not fit" if plan.costs.default_step_us is None else "the default plan is as fast"
         gain = no_gain if steps is None else f"paid back after {steps} steps"
         facts["choosing"] = f"measuring stages took {plan.costs.measurement.seconds:.1f} s; {gain}"
     return facts
+
+
+def validation_lines(plan: PlanFile) -> list[str]:
+    facts = {} if plan.validation is None else validation_facts(plan.validation)
+    return [line for key, text in facts.items() for line in wrapped(f"{key:<10}{text}")]
+
+
+def validation_facts(v: Verdict) -> dict[str, str]:
+    """What real steps have said: predicted, simulated and measured side by side; what selection cost, and when it has paid."""
+    kept, off = "the plan is kept" if v.kept == PLAN else "the default is kept", f"{v.off:+.1%}"
+    plan = (f"plan {format_duration(v.plan_measured_us)} a step (simulated {format_duration(v.plan_simulated_us)}, predicted "
+            f"{format_duration(v.plan_predicted_us)})")
+    default = f"default {format_duration(v.default_measured_us)} (simulated {format_duration(v.default_simulated_us)})"
+    steps = v.pays_back_after
+    gain = "nothing is saved against the default" if steps is None else (
+        f"{format_duration(v.gain_us)} saved a step: paid back after {steps} step{'s' * (steps != 1)}")
+    cost = (f"took {format_duration(v.cost_us)} (measuring {format_duration(v.measuring_us)}, solving "
+            f"{format_duration(v.solving_us)}, trying {format_duration(v.trying_us)})")
+    return {"validated": f"{plan}, {default}, medians of {v.num_steps}: {kept}, {off} from its simulation",
+            "selection": f"{cost}; {gain}"}
 
 
 def stage_table(plan: PlanFile) -> str:

@@ -36,6 +36,7 @@ from slidedp.plan import Plan, StopAsked
 from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
+from slidedp.report import validation_lines
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
 
@@ -134,7 +135,7 @@ def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader
         model, p.hw, example=loader.example(), optimizer=config.optimizer.describe(), policy=p.policy, hbm_budget=p.hbm_budget,
         host_budget=p.host_budget, compute_dtype=DTYPES.get(p.compute_dtype or ""), grad_dtype=DTYPES.get(p.grad_dtype or ""),
         max_grad_norm=config.max_grad_norm, skip_nonfinite=config.skip_nonfinite, device=p.device,
-        update_kernel=p.update_kernel, solver=p.solver)
+        update_kernel=p.update_kernel, solver=p.solver, validate=p.validate)
 
 
 def require_documents_apart(plan: Plan, batch: Batch) -> None:
@@ -192,6 +193,7 @@ class Run:
         self.evaluation_due = False
         self.step = self.saved = self.resume()
         self.unrecorded: tuple[StepResult, float] | None = None
+        self.told = plan.validation  # of an earlier run, it is in the plan's own lines
         self.report: Report = lambda *_: False
         self.metrics = None
         if ranks.rank == 0:
@@ -230,6 +232,9 @@ class Run:
             raise
         self.step = result.step
         self.record()  # the step before this one: reading a step's figures at once would wait for its backward
+        if self.plan.validation is not self.told:
+            self.told = self.plan.validation
+            self.say("\n".join(validation_lines(self.plan.to_planfile())))
         self.unrecorded = result, epoch
         if not result.skipped:
             self.scheduler.step()

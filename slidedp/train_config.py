@@ -95,6 +95,7 @@ class PlanConfig:
     grad_dtype: Literal["bfloat16", "float32"] | None = None
     update_kernel: Literal["auto", "native", "torch"] = "auto"
     solver: Literal["cp-sat", "rule"] = "cp-sat"
+    validate: bool | int | None = None
     device: str | None = None
 
     def __post_init__(self) -> None:

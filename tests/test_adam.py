@@ -11,9 +11,10 @@ from slidedp.compiler.layergraph import Group, Param, aligned, cut_chunks, shard
 from slidedp.compiler.optimizer import AdamW
 from slidedp.executor import kernels as kernels_module
 from slidedp.executor.adam import CpuAdam, NonFiniteGradient
-from slidedp.executor.host_state import Buffer, HostState, shaped
+from slidedp.executor.host_state import HostState, shaped
 from slidedp.executor.kernels import HostKernels
 from slidedp.executor.native.build import SEGMENT, NativeUnavailable, load_library
+from slidedp.executor.state_layout import Buffer
 
 pytestmark = pytest.mark.cpu
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Source
 from slidedp.compiler.layergraph import Group, Param, aligned
-from slidedp.executor.host_state import Buffer, HostState, layout_state
+from slidedp.executor.host_state import HostState
+from slidedp.executor.state_layout import Buffer, layout_state
 from slidedp.executor.words import AbortReason, PeerError
 
 pytestmark = pytest.mark.cpu
