@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -295,7 +296,8 @@ class Machine:
 
         step.epilogue = tickets[interpreter.last_epilogue]
         step.epilogue.add_done_callback(post_loss)
-        tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
+        compute = [tickets[name] for name in interpreter.compute]
+        tickets[interpreter.compute[-1]].add_done_callback(partial(step.note_compute_end, compute))
         if self.clipping and step.training:
             tickets["clip"].add_done_callback(step.clip_known.set)
         for name in interpreter.ends:

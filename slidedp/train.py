@@ -254,9 +254,10 @@ class Run:
             return
         self.metrics.write({"step": r.step, "epoch": round(epoch, 6), "loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr,
                             "num_tokens": r.num_tokens, "tokens_per_s": round(r.tokens_per_s, 1), "wall_s": round(r.wall_s, 6),
-                            "skipped": r.skipped})
+                            "exposed_s": round(r.exposed_s, 6), "skipped": r.skipped})
         norm = "" if r.grad_norm is None else f", norm {r.grad_norm:.3g}"
-        line = f"loss {r.loss:.4f}, {r.tokens_per_s:,.0f} tokens/s, lr {r.lr:.2e}{norm}"
+        line = (f"loss {r.loss:.4f}, {r.tokens_per_s:,.0f} tokens/s, {r.exposed_s:.2g} of {r.wall_s:.2g} s exposed, "
+                f"lr {r.lr:.2e}{norm}")
         if not self.report(line, r.step, self.num_steps) and (r.step % self.config.log.every == 0 or r.step == self.num_steps):
             self.say(f"step {r.step}/{self.num_steps}  {line}")
 

@@ -85,6 +85,7 @@ def test_what_a_run_leaves(base):
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert [r["lr"] for r in steps[:4]] == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2])
     assert steps[-1]["epoch"] > 1, "the test is to see the end of an epoch"
+    assert all(0 <= r["exposed_s"] < r["wall_s"] for r in steps)
     assert min(r["num_tokens"] for r in steps) < max(r["num_tokens"] for r in steps), "and a short batch"
     with (output / "metrics.csv").open() as file:
         assert [float(r["loss"]) for r in csv.DictReader(file) if r["loss"]] == [r["loss"] for r in steps]
