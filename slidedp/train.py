@@ -211,8 +211,9 @@ class Run:
             self.save()
             name = signals.name or "a signal to another rank"
             self.say(f"stopped by {name} after step {self.step} of {self.num_steps}; the same command goes on from there")
-        if self.metrics is not None:
-            self.metrics.close()
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
         return Outcome(self.step, self.num_steps, name)
 
     def one_step(self) -> None:

@@ -297,3 +297,33 @@ def test_a_resumed_run_records_no_step_twice(tmp_path):
     with (tmp_path / "metrics.csv").open() as file:
         assert [r["loss"] for r in csv.DictReader(file)] == ["1.0", "2.0", "30.0"]
     assert want_tensorboard(False) is False
+
+
+def test_tensorboard_gets_what_there_is_of_each_step(tmp_path, monkeypatch):
+    written = []
+
+    class Board:
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setattr("slidedp.metrics.find_spec", lambda name: name)
+    monkeypatch.setattr("slidedp.metrics.open_tensorboard", lambda folder, done: written.append((folder.name, done)) or Board())
+    metrics = Metrics(tmp_path, done=2)
+    metrics.write({"step": 3, "loss": 2.5, "grad_norm": None, "exposed_s": 0.0, "skipped": False})
+    metrics.write({"step": 3, "eval_loss": 2.25})
+    metrics.close()
+    assert written == [("tensorboard", 2), ("train/loss", 2.5, 3), ("train/exposed_s", 0.0, 3), ("eval/loss", 2.25, 3), "closed"]
+
+
+def test_tensorboard_shows_no_step_twice(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError)
+    for done, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        metrics = Metrics(tmp_path, done=done)
+        for step in steps:
+            metrics.write({"step": step, "loss": float(10 * done + step)})
+        metrics.close()
+    reader = reading.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in reader.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
