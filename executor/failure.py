@@ -8,6 +8,8 @@ each rank raises one error that names its cause.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.hangs import Hangs
@@ -43,6 +45,17 @@ class Failure:
         """The user's thread is about to meet the other ranks, which may have waited for it."""
         if self.pulse is not None:
             self.pulse.arrive(turn)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The user's thread waits for its next batch."""
+        if self.pulse is not None:
+            self.pulse.load(True)
+        try:
+            yield
+        finally:
+            if self.pulse is not None:
+                self.pulse.load(False)
 
     def begin(self, step: int, turn: int, *, fresh: bool) -> None:
         """A step's ops are about to be submitted; `fresh`: of a graph that has not run yet."""

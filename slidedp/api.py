@@ -89,7 +89,8 @@ def compile(
         peer_timeout_s: of several ranks: seconds without any op done, on any rank, after which a step hangs: all ranks then
             raise a PeerError that names the rank at fault and the op that it is in. inf: wait for ever.
         peer_absence_s: the same for a rank that does not call `run` while others wait in theirs, for whatever reason of its own
-            (evaluation, saving, loading data); after `peer_timeout_s` a message tells where it is. At least as long as that.
+            (evaluation, saving), unless it is in :meth:`Plan.loading` or :meth:`Plan.batches`; after `peer_timeout_s` a message
+            tells where it is. At least as long as that.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +53,9 @@ from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from slidedp.compiler.optimizer import AdamW
+
+T = TypeVar("T")
 
 
 class StopAsked(Exception):
@@ -111,6 +111,22 @@ class Plan:
     def ask_to_stop(self) -> None:
         """Have the next `run` or `evaluate` raise StopAsked, on every rank, instead of beginning. Safe in a signal handler."""
         self._stop_asked = True
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Say that this rank waits for its next batch: if it hangs there while others have theirs, all stop within 30 s
+        (`peer_timeout_s`), and not only after the `peer_absence_s` that a rank which evaluates or saves alone may need."""
+        with self._machine.failure.loading() if self._machine is not None else nullcontext():
+            yield
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """What `loader` gives, each but the first got within :meth:`loading`: to start a loader may take its time."""
+        batches, end = iter(loader), object()
+        batch: Any = next(batches, end)
+        while batch is not end:
+            yield batch
+            with self.loading():
+                batch = next(batches, end)
 
     def evaluate(self, batch: Batches) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""

@@ -134,7 +134,7 @@ def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader
         model, p.hw, example=loader.example(), optimizer=config.optimizer.describe(), policy=p.policy, hbm_budget=p.hbm_budget,
         host_budget=p.host_budget, compute_dtype=DTYPES.get(p.compute_dtype or ""), grad_dtype=DTYPES.get(p.grad_dtype or ""),
         max_grad_norm=config.max_grad_norm, skip_nonfinite=config.skip_nonfinite, device=p.device,
-        update_kernel=p.update_kernel, solver=p.solver)
+        update_kernel=p.update_kernel, solver=p.solver, peer_timeout_s=p.peer_timeout_s, peer_absence_s=p.peer_absence_s)
 
 
 def require_documents_apart(plan: Plan, batch: Batch) -> None:
@@ -223,7 +223,8 @@ class Run:
         if self.config.checkpoint.every and self.step and self.step % self.config.checkpoint.every == 0:
             self.save()
         place, epoch = self.loader.place, self.loader.epochs_done
-        batches = next(self.loader)
+        with self.plan.loading():
+            batches = next(self.loader)
         try:
             result = self.plan.run(batches[0] if len(batches) == 1 else batches)
         except StopAsked:
@@ -269,7 +270,10 @@ class Run:
         split = Split(self.loader.split.micro_batch * self.ranks.world_size, self.loader.split.micro_batch, self.ranks.rank,
                       self.ranks.world_size)
         total = num_tokens = 0.0
-        for valid, batch in in_order(self.heldout, split):
+        rows = in_order(self.heldout, split)
+        for _ in range(-(-len(self.heldout) // split.num_sequences)):
+            with self.plan.loading():
+                valid, batch = next(rows)
             total += self.plan.evaluate(batch) * valid
             num_tokens += valid
         loss, self.evaluation_due = total / num_tokens, False

@@ -6,6 +6,7 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,10 @@ def hung(how: str, ready: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(Endless(), Endless(), nn.Linear(8, 1))
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
-    plan = slidedp.compile(model, "cpu", loss_fn=squared, peer_timeout_s=3.0, peer_absence_s=6.0)
+    plan = slidedp.compile(model, "cpu", loss_fn=squared, peer_timeout_s=3.0)
+    batches = plan.batches(batches_end(batch, 3, hang=how == "loader" and rank == 1))
     for _ in range(3):
-        plan.run(batch)
+        plan.run(next(batches))
     if rank == 1:
         match how:
             case "closes":
@@ -131,7 +133,7 @@ def hung(how: str, ready: str) -> dict[str, Any]:
             case "exits":
                 return {}
             case "loader":
-                next_batch_never_comes()
+                next(batches)
             case "layer":
                 model[1].broken = True
     Path(f"{ready}.{rank}").write_text(str(os.getpid()))
@@ -146,8 +148,12 @@ def hung(how: str, ready: str) -> dict[str, Any]:
     return {"message": message, "waited_s": waited, "trained": bool(torch.isfinite(model[0].linear.weight).all())}
 
 
-def next_batch_never_comes() -> None:
-    threading.Event().wait(20)
+def batches_end(batch: Any, count: int, hang: bool) -> Iterator[Any]:
+    """As many, and then none, or for a long time none."""
+    for _ in range(count):
+        yield batch
+    if hang:
+        threading.Event().wait(60)
 
 
 def end_with_an_open_plan(how: str) -> None:

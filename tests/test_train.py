@@ -274,6 +274,17 @@ def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks, 
     assert not complete(base / f"dead{every}/checkpoints")
 
 
+def test_a_rank_that_hangs_in_its_loader_stops_the_others(base, start_ranks):
+    plan = {"hw": "cpu", "update_kernel": "torch", "device": "cpu", "peer_timeout_s": 4}
+    ranks = start_ranks(train_cases.hang_in_loader, 2, str(config(base, "hung", batch=2, plan=plan)), 3)
+    deadline = time.monotonic() + 60
+    while ranks.poll()[0] is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ranks.poll()[1] is None, "still in its loader"
+    assert "error (rank 0): rank 1 hangs in its data loader, at train_cases.py:" in ranks.output(0)
+    assert "others have had their batch after step 2 for" in ranks.output(0)
+
+
 # ---- parts ----
 
 
