@@ -109,7 +109,8 @@ def compile(
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"{name}={dtype} is not supported: use torch.bfloat16 or torch.float32")
     if not isinstance(optimizer or AdamW(), AdamW):
-        raise ValueError(f"optimizer={optimizer!r}: give a description, e.g. slidedp.AdamW(lr=1e-5), not a torch optimizer")
+        raise ValueError(f"optimizer= takes a description, slidedp.AdamW(lr=1e-5, ...), not {type(optimizer).__name__} of "
+                         f"{type(optimizer).__module__}: the plan itself holds the moments and updates the weights")
     if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
         raise ValueError(f"num_threads={num_threads!r}: a positive number of CPU threads for the update")
     if update_kernel not in ("auto", "native", "torch"):
