@@ -67,6 +67,15 @@ class Failure:
         if self.pulse is not None:
             self.pulse.saving(now)
 
+    @contextmanager
+    def at_files(self) -> Iterator[None]:
+        """All ranks write or read files, and wait for one another outside of steps."""
+        self.saving(True)
+        try:
+            yield
+        finally:
+            self.saving(False)
+
     def check(self) -> None:
         """Raises when waiting has become pointless: a peer died or failed, or an op of ours did."""
         self.watchdog.check()

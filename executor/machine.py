@@ -7,6 +7,7 @@
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Failure             what waits look at, and which error is raised (failure.py)
+      Meetings            what ranks tell one another outside of steps (meetings.py)
       Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph, made before its first step
       Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
@@ -40,6 +41,7 @@ from slidedp.executor.failure import Failure
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.meetings import Meetings
 from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState, ServiceWords
@@ -49,7 +51,7 @@ from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
-from slidedp.executor.words import PeerError
+from slidedp.executor.words import Board, PeerError
 
 Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
@@ -103,7 +105,8 @@ class Machine:
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
-        self.saves = Saves(collectives, self.failure, self.counters)
+        self.meetings = Meetings(self.words, Board.STEP, self.failure.check, self.failure.cause)
+        self.saves = Saves(self.words, self.failure, self.counters)
         try:
             self.start(layers, graph, decisions, compute_dtype, grad_dtype)
         except BaseException as e:
@@ -423,7 +426,6 @@ class Machine:
             self.binding.restore()
             self.backend.close()
             if healthy:
-                self.saves.close()
                 self.collectives.close()  # else a peer may be stuck in it, and so would we
             self.failure.watchdog.stop()
             self.binding.release(self.state.close(agreed=healthy))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from slidedp.agreement import (
 )
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages, measured_stages
-from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
+from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_model, require_same_names, save
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.gantt import gantt
 from slidedp.compiler.memory import MemoryReport
@@ -337,8 +337,9 @@ class Plan:
         self._require_open()
         if self._machine is not None:
             self._machine.saves.finish()
-        found = find(Path(directory), self._collectives)
+        found = find(Path(directory), self._collectives if self._machine is None else self._machine.meetings)
         if self._machine is None:
+            require_same_names(found, self._model)
             self._resume_from = found
         else:
             self.synchronize()
@@ -346,6 +347,15 @@ class Plan:
         return found
 
     # ---- the model ----
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """What `work` returns, once it has returned on every rank; if it raises on one, all raise. For what rank 0 does alone
+        between steps, writing the model say: a rank that dies or is stopped meanwhile is named, and nobody is taken to hang."""
+        self._require_open()
+        if self._machine is None:
+            return on_all(self._collectives, work)
+        with self._machine.failure.at_files():
+            return on_all(self._machine.meetings, work)
 
     @property
     def model(self) -> nn.Module:

@@ -189,6 +189,24 @@ def test_a_loader_that_is_slow_does_not_hang():
     assert job.pass_s(200, each=load) is None
 
 
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_stopped_process_is_missed_only_by_those_who_wait(monkeypatch, saving):
+    monkeypatch.setattr("slidedp.executor.hangs.is_stopped", lambda pid: True)
+    job = Job()
+    job.step(4)
+    job.drain(4)
+    job.pass_s(1)
+    job.stopped = {1}
+    job.pulses[0].saving(saving)
+    found = job.pass_s(30)
+    if saving:
+        assert (found[0], found[2].rank, found[2].fatal) == (0, 1, True)
+        assert 9 <= found[1] <= 11
+        assert "has been stopped for 10 s; a checkpoint was being written or read, after step 4" in found[2].text
+    else:
+        assert found is None
+
+
 def test_a_job_that_was_suspended_as_a_whole_goes_on():
     job = Job()
     job.step(4)
@@ -246,6 +264,17 @@ def test_a_rank_that_is_of_no_use_is_named(start_ranks, tmp_path, how, said):
     assert re.search(said, value["message"]), value["message"]
     assert value["waited_s"] < 30
     assert value["trained"]
+
+
+@pytest.mark.parametrize("how", ["waits for its save", "saves"])
+def test_a_process_stopped_in_a_save_ends_it(start_ranks, tmp_path, how):
+    """Its disk takes nothing until it has been stopped, so that the save is not complete before."""
+    ranks = start_ranks(failure_cases.stopped_in_a_save, 2, how, str(tmp_path))
+    wait_for(ranks, lambda: all(Path(f"{tmp_path}/ready.{r}").exists() for r in range(2)))
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    wait_for(ranks, lambda: ranks.poll()[0] is not None)
+    message = json.loads((ranks.log_dir / "rank0.json").read_text())
+    assert re.match(r"PeerError: rank 1 hangs: its process \(pid \d+\) has been stopped for", message), message
 
 
 def test_a_stopped_process_stops_the_others(start_ranks, tmp_path):
