@@ -163,9 +163,17 @@ def test_accumulated_micro_batches_are_one_batch(base):
 
 
 def test_a_finished_run_is_not_run_again(base, capsys):
-    before = figures(base / "whole")
-    assert main(["train", str(config(base, "whole", checkpoint={"every": 10}))]) == 0
-    assert "going on from" in capsys.readouterr().out
+    """And its model is not loaded; but for one that has been stopped before its model was written."""
+    before, output = figures(base / "whole"), base / "whole"
+    path = str(config(base, "whole", checkpoint={"every": 10}))
+    assert main(["train", path]) == 0
+    said = capsys.readouterr().out
+    assert f"step 20 of 20 is done, and {output / 'model'} written: there is nothing left to do" in said
+    assert "loading" not in said
+    (output / "model/slidedp.json").write_text('{"step": 10}')
+    assert main(["train", path]) == 0
+    assert f"going on from {output / 'checkpoints/step-00000020'}" in capsys.readouterr().out
+    assert json.loads((output / "model/slidedp.json").read_text()) == {"step": 20}
     assert figures(base / "whole") == before
 
 
@@ -176,8 +184,13 @@ def test_a_finished_run_is_not_run_again(base, capsys):
         ({"resume": "whole/checkpoints/step-00000010"}, "is of step 10, but .* up to step 20"),
         ({"seed": 6}, "another seed: 5 there, 6 here"),
         ({"batch": 2}, "of 4 sequences, this run's of 2 .*set global_batch: 4"),
+        ({"data": {"train": "train.txt", "heldout": "heldout.txt", "seq": 32}}, "another data.seq: 24 there, 32 here; put it"),
+        ({"data": {"train": "heldout.txt", "heldout": "heldout.txt", "seq": 24}}, "another data .its files, tokenizer or"),
+        ({"model": "bare"}, "model .*bare: there is no tokenizer in it .tokenizer.json, .*save_pretrained"),
         ({"model": "nowhere"}, "model .*nowhere: expected a GGUF file, or a directory"),
         ({"schedule": {"name": "triangle"}}, "schedule.name: 'triangle' is unknown; allowed: linear, cosine"),
+        ({"schedule": {"name": "cosin"}}, "schedule.name: 'cosin' is unknown; closest: 'cosine'; allowed: linear"),
+        ({"data": {"train": "train.txt", "packing": "concatt"}, "evaluate_every": None}, "'concatt' is unknown; closest: 'conc"),
         ({"schedule": {"name": "cosine", "options": {"wobble": 1}}}, "schedule.options: cosine does not take them"),
         ({"log": {"tensorboard": True}}, "tensorboard is not installed; pip install tensorboard"),
         ({"data": {"train": "none.txt"}, "evaluate_every": None}, "none.txt: cannot be read"),

@@ -43,11 +43,12 @@ def words(seed: int, count: int) -> str:
 
 
 def make_folder(folder: Path, **dropout: float) -> Path:
-    """A folder with a tiny model and its tokenizer, text to train on, and text that is held out."""
+    """A folder with a tiny model and its tokenizer, another model without one, text to train on, and text that is held out."""
     from tiny_models import family  # every family's classes: a rank process needs none of it
 
     model = family("llama", **dropout)
     model.save_pretrained(folder / "model")
+    model.config.save_pretrained(folder / "bare")
     tiny_tokenizer().save_pretrained(folder / "model")
     (folder / "train.txt").write_text("\n".join(words(seed, 12) for seed in range(22)))
     (folder / "heldout.txt").write_text(words(99, 40))
