@@ -33,7 +33,7 @@ from slidedp.compiler.decisions import (
 )
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.runlength import expand, layer_index, runs
-from slidedp.compiler.strict import as_int, as_mapping, check_keys
+from slidedp.compiler.strict import as_int, as_mapping, check_keys, closest
 
 CHOICES: dict[str, type[StrEnum]] = {
     "delivery": Route, "source": Source, "reduction": Reduction, "act": Activation, "boundary": Boundary,
@@ -123,7 +123,7 @@ def field_value(key: str, value: object, where: str) -> StrEnum | int:
 def choice(kind: type[StrEnum], key: str, value: object, where: str) -> StrEnum:
     allowed = [str(c) for c in kind]
     if value not in allowed:
-        raise ValueError(f"{where}: {key}: {value!r} is unknown; allowed: {', '.join(allowed)}")
+        raise ValueError(f"{where}: {key}: {value!r} is unknown; {closest(value, allowed)}allowed: {', '.join(allowed)}")
     return kind(str(value))
 
 

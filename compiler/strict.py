@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,17 @@ def as_float(value: object, where: str, minimum: float = 0.0) -> float:
     return float(value)
 
 
+def closest(word: object, known: Iterable[str]) -> str:
+    """``closest: 'batch'; `` of words that are known, for whoever has mistyped one; nothing if none is close."""
+    close = get_close_matches(str(word), list(known), 1)
+    return f"closest: {close[0]!r}; " if close else ""
+
+
 def check_keys(mapping: Mapping[str, Any], allowed: Sequence[str], where: str, required: Sequence[str] | None = None) -> None:
     """ValueError unless the keys are all in `allowed` and all of `required` (default: all allowed) are there."""
     unknown = [k for k in mapping if k not in allowed]
     if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; allowed: {', '.join(allowed)}")
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; {closest(unknown[0], allowed)}allowed: {', '.join(allowed)}")
     missing = [k for k in (allowed if required is None else required) if k not in mapping]
     if missing:
         raise ValueError(f"{where}: missing key {missing[0]!r}")

@@ -166,7 +166,11 @@ def rng_states(device: torch.device) -> dict[str, Tensor]:
 
 def require_same_model(path: Path, manifest: Mapping[str, Any], groups: Sequence[Group]) -> None:
     """CheckpointError, naming a parameter that differs, unless the checkpoint is of a model with the same parameters."""
-    saved, ours = manifest["parameters"], names_of(groups)
+    require_same_names(path, manifest["parameters"], names_of(groups))
+
+
+def require_same_names(path: Path, saved: Mapping[str, list[int]], ours: Mapping[str, list[int]]) -> None:
+    """CheckpointError, naming a parameter that differs, unless these are the same names and shapes."""
     for name in [*ours, *saved]:
         if saved.get(name) != ours.get(name):
             raise CheckpointError(f"checkpoint {path} is of another model: parameter {name} has shape "

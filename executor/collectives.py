@@ -65,10 +65,6 @@ class SingleRank:
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
-    def another(self) -> SingleRank:
-        """Of the same ranks, for host tensors in another thread, with process groups of its own. Collective."""
-        return SingleRank()
-
     def close(self) -> None:
         """Destroys our process groups. Idempotent."""
 
@@ -170,9 +166,6 @@ class RankCollectives(SingleRank):
 
     def barrier(self) -> None:
         dist.barrier(group=self._control)
-
-    def another(self) -> SingleRank:
-        return RankCollectives("gloo")
 
     def close(self) -> None:
         self._scratch.clear()

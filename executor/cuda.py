@@ -47,6 +47,9 @@ class CudaQueue:
         event.record(self.stream)
         return event
 
+    def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) * 1e-3
+
     def time_s(self, event: torch.cuda.Event) -> float:
         return self._clock.time_s(event)
 

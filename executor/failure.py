@@ -8,6 +8,8 @@ each rank raises one error that names its cause.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.hangs import Hangs
@@ -44,6 +46,17 @@ class Failure:
         if self.pulse is not None:
             self.pulse.arrive(turn)
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """The user's thread waits for its next batch."""
+        if self.pulse is not None:
+            self.pulse.load(True)
+        try:
+            yield
+        finally:
+            if self.pulse is not None:
+                self.pulse.load(False)
+
     def begin(self, step: int, turn: int, *, fresh: bool) -> None:
         """A step's ops are about to be submitted; `fresh`: of a graph that has not run yet."""
         if self.pulse is not None:
@@ -53,6 +66,15 @@ class Failure:
         """Updates may wait for a disk from here on, or do not any more."""
         if self.pulse is not None:
             self.pulse.saving(now)
+
+    @contextmanager
+    def at_files(self) -> Iterator[None]:
+        """All ranks write or read files, and wait for one another outside of steps."""
+        self.saving(True)
+        try:
+            yield
+        finally:
+            self.saving(False)
 
     def check(self) -> None:
         """Raises when waiting has become pointless: a peer died or failed, or an op of ours did."""

@@ -7,8 +7,10 @@ standstill   a step is under way, and for `peer_timeout_s` no op has ended on an
              that is not scheduled (stopped, or its interpreter locked up: its watchdog does not beat either); one that is in an
              op that waits for nobody (its own code: a layer, `loss_fn`); the one that has got least far.
 absence      some ranks have called `run`, and another one has not for `peer_absence_s`. It is in its caller's code, and may well
-             be doing something sensible there (evaluating, saving on rank 0, waiting for data), and so it has longer, and
-             `peer_timeout_s` only brings a warning that says where it is. A stopped process has no such excuse.
+             be doing something sensible there (evaluating, saving on rank 0), and so it has longer, and `peer_timeout_s` only
+             brings a warning that says where it is. A stopped process has no such excuse, nor has one that has said that it
+             waits for its next batch (`Plan.loading`), when others have theirs: both hang after `peer_timeout_s`. So does one
+             that is stopped while a checkpoint is written or read, by any rank.
 
 A graph's first step (kernels are built and loaded) and steps under a save (updates may wait for the disk) have `peer_absence_s`
 for a standstill too. Time is counted only while this process itself is scheduled, so that a job that is suspended as a whole
@@ -52,6 +54,7 @@ class Hangs:
         self._seen: list[tuple[int, ...]] = [()] * n
         self._beats = [0] * n
         self._still_s, self._silent_s, self._absent_s = [0.0] * n, [0.0] * n, [0.0] * n
+        self._loading_s, self._in_loop = [0.0] * n, [(0, 0)] * n
         self._warned: set[tuple[int, int]] = set()
 
     def look(self, elapsed_s: float, interval_s: float) -> Finding | None:
@@ -61,6 +64,7 @@ class Hangs:
         ranks = [r for r, pid in enumerate(pids) if pid > 0]
         readings = [self._pulse.read(r) for r in range(self._pulse.world_size)]
         newest = max(reading.arrived for reading in readings)
+        foremost = max((reading.place_in_loop for reading in readings if not reading.loading), default=(0, 0))
         for r in ranks:
             reading = readings[r]
             moved, beats = reading.progress != self._seen[r], reading.beat != self._beats[r]
@@ -68,8 +72,11 @@ class Hangs:
             self._still_s[r] = 0.0 if moved else self._still_s[r] + passed_s
             self._silent_s[r] = 0.0 if beats or r == self._pulse.rank else self._silent_s[r] + passed_s
             self._absent_s[r] = 0.0 if reading.arrived == newest else self._absent_s[r] + passed_s
+            awaited = reading.loading and reading.place_in_loop == self._in_loop[r] < foremost
+            self._loading_s[r], self._in_loop[r] = self._loading_s[r] + passed_s if awaited else 0.0, reading.place_in_loop
         later_s = LATER_LOOKS * interval_s
-        return self._standstill(ranks, readings, later_s) or self._absence(ranks, readings, pids, later_s)
+        return (self._standstill(ranks, readings, later_s) or self._stopped(ranks, readings, pids)
+                or self._absence(ranks, readings, later_s))
 
     def _standstill(self, ranks: list[int], readings: list[Reading], later_s: float) -> Finding | None:
         drained = self._drained()
@@ -105,21 +112,36 @@ class Hangs:
         return (f"rank {rank} hangs in step {step}: in {op}{f', at {place}' if place else ''}, with nothing done on any rank for "
                 f"{still_s:.0f} s; raise peer_timeout_s if an op may take that long")
 
-    def _absence(self, ranks: list[int], readings: list[Reading], pids: list[int], later_s: float) -> Finding | None:
+    def _stopped(self, ranks: list[int], readings: list[Reading], pids: list[int]) -> Finding | None:
+        """A stopped process that others wait for, between steps or at files."""
+        at_files = any(readings[r].saving for r in ranks)
+        for r in ranks:
+            reading = readings[r]
+            awaited_s = max(self._absent_s[r], self._silent_s[r] if at_files else 0.0)
+            if awaited_s >= self.peer_timeout_s and self._is_silent(r) and is_stopped(pids[r]):
+                doing = "a checkpoint was being written or read" if at_files else "it was between steps"
+                at = f", at {reading.place}" if reading.place else ""
+                return Finding(r, f"rank {r} hangs: its process (pid {pids[r]}) has been stopped for {self._silent_s[r]:.0f} s; "
+                                  f"{doing}, after step {reading.step}{at}")
+        return None
+
+    def _absence(self, ranks: list[int], readings: list[Reading], later_s: float) -> Finding | None:
         for r in ranks:
             reading, absent_s, own = readings[r], self._absent_s[r], r == self._pulse.rank
+            at = f", at {reading.place}" if reading.place else ""
+            if self._loading_s[r] >= self.peer_timeout_s + (0 if own else later_s):
+                return Finding(r, f"rank {r} hangs in its data loader{at}: others have had their batch after step {reading.step} "
+                                  f"for {self._loading_s[r]:.0f} s; raise peer_timeout_s if one may take that long")
             if absent_s < self.peer_timeout_s:
                 continue
-            at = f", at {reading.place}" if reading.place else ""
             since = (f"rank {r} has not called run, evaluate or save for {absent_s:.0f} s, since step {reading.step}, while "
                      "others wait for it")
-            if self._is_silent(r) and is_stopped(pids[r]):
-                return Finding(r, f"rank {r} hangs: its process (pid {pids[r]}) has been stopped for {self._silent_s[r]:.0f} s; "
-                                  f"it was between steps, after step {reading.step}{at}")
             if absent_s >= self.peer_absence_s + (0 if own else later_s):
                 return Finding(r, f"{since}: it hangs in its caller's code{at} (a data loader?); raise peer_absence_s if that "
                                   "may take so long")
-            if (r, reading.step) not in self._warned and self._pulse.rank == self._first_waiting(ranks, readings):
+            if reading.loading or self._pulse.rank != self._first_waiting(ranks, readings):
+                continue
+            if (r, reading.step) not in self._warned:
                 self._warned.add((r, reading.step))
                 return Finding(r, f"{since}; it is in its caller's code{at}. Waiting up to {self.peer_absence_s:.0f} s for it "
                                   "(peer_absence_s)", fatal=False)

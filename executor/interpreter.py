@@ -57,13 +57,13 @@ class Interpreter:
         self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
         self.published = {e.src for e in graph.edges if e.all_ranks}
         host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
-        self.last_compute = graph.on(Stream.GPU)[-1].name
+        self.compute = [op.name for op in graph.on(Stream.GPU)]
         self.ends = self.outcomes(graph)
         self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
         if self.world > 1:  # only once a reduction is done has every rank said which parameters had a gradient
             self.watched |= {e.src for e in graph.edges if graph[e.dst].kind is OpKind.GPU_UPDATE}
         self.last_epilogue = [op.name for op in graph.ops if op.kind is OpKind.EPILOGUE][-1]
-        self.watched |= {self.last_compute, self.last_epilogue, *self.ends}
+        self.watched |= {self.compute[-1], self.last_epilogue, *self.ends}
 
     def task(self, op: Op) -> Task:
         task: Task = getattr(self, op.kind.value)(op)

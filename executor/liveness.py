@@ -52,6 +52,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._verdict_known = threading.Event()
         self._error: PeerError | None = None
+        self._lost: PeerError | None = None
         words.alive[words.rank, 1] = process_start_time(os.getpid())
         words.store(words.alive[words.rank], 0, os.getpid())  # release: the start time is there when the id is
         self._thread = threading.Thread(target=self._watch, name="slidedp-watchdog", daemon=True)
@@ -65,6 +66,11 @@ class Watchdog:
         if threading.current_thread() is self._owner:
             self._noticed.set()
         raise self._error
+
+    def check_peers(self) -> None:
+        """Raises PeerError once a rank has died or hangs; not for an error, after which ranks may end what they have begun."""
+        if self._lost is not None:
+            raise self._lost
 
     def acknowledge(self) -> None:
         """The failure is being handled (raised from elsewhere): the process is not to be ended for it."""
@@ -95,12 +101,12 @@ class Watchdog:
             if (dead := self._dead_peer()) is not None:
                 rank, pid = dead
                 text = f"rank {rank} (pid {pid}) died; see its own output for the cause"
-                self._report(PeerError(rank, text))
+                self._report(PeerError(rank, text), lost=True)
                 self._words.abort(rank, AbortReason.DIED, text)
                 self._end_if_stuck(text)
                 return
             if (record := self._words.aborted()) is not None:
-                self._report(record.error())
+                self._report(record.error(), lost=record.reason is not AbortReason.ERROR)
                 if record.reason is AbortReason.HUNG:
                     self._end_if_stuck(record.text, in_calls_only=True)
                     return
@@ -121,10 +127,12 @@ class Watchdog:
                 print(f"slidedp: {finding.text}", file=sys.stderr, flush=True)
             return None
         self._words.abort(finding.rank, AbortReason.HUNG, finding.text)
-        self._report(PeerError(finding.rank, finding.text))
+        self._report(PeerError(finding.rank, finding.text), lost=True)
         return finding.text
 
-    def _report(self, error: PeerError) -> None:
+    def _report(self, error: PeerError, *, lost: bool) -> None:
+        if lost and self._lost is None:
+            self._lost = error
         if self._error is None:
             self._error = error
             self._verdict_known.set()

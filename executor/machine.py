@@ -8,6 +8,7 @@
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Fallback            what layers keep less than planned, for want of memory; one per specialisation (fallback.py)
       Failure             what waits look at, and which error is raised (failure.py)
+      Meetings            what ranks tell one another outside of steps (meetings.py)
       Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph, made before its first step
       Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
@@ -19,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ from slidedp.executor.fallback import Fallback, warn
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
+from slidedp.executor.meetings import Meetings
 from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState
@@ -51,7 +54,7 @@ from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.switching import DRAINED, FIRST_OP_WORD, Lowered, equip
 from slidedp.executor.updates import UpdateQueue
-from slidedp.executor.words import PeerError
+from slidedp.executor.words import Board, PeerError
 
 Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
@@ -105,7 +108,8 @@ class Machine:
         self.words = self.state.words
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
-        self.saves = Saves(collectives, self.failure, self.counters)
+        self.meetings = Meetings(self.words, Board.STEP, self.failure.check, self.failure.cause)
+        self.saves = Saves(self.words, self.failure, self.counters)
         try:
             self.start()
         except BaseException as e:
@@ -288,7 +292,8 @@ class Machine:
 
         step.epilogue = tickets[interpreter.last_epilogue]
         step.epilogue.add_done_callback(post_loss)
-        tickets[interpreter.last_compute].add_done_callback(step.note_compute_end)
+        compute = [tickets[name] for name in interpreter.compute]
+        tickets[interpreter.compute[-1]].add_done_callback(partial(step.note_compute_end, compute))
         if self.clipping and step.training:
             tickets["clip"].add_done_callback(step.clip_known.set)
         for name in interpreter.ends:
@@ -420,7 +425,6 @@ class Machine:
             self.binding.restore()
             self.backend.close()
             if healthy:
-                self.saves.close()
                 self.collectives.close()  # else a peer may be stuck in it, and so would we
             self.failure.watchdog.stop()
             self.binding.release(self.state.close(agreed=healthy))

@@ -21,7 +21,7 @@ from slidedp.compiler.ops import Stream
 from slidedp.executor.words import PULSE_INTS, Words
 
 _STREAMS = {stream: i for i, stream in enumerate(Stream)}
-_BEAT, _ARRIVED, _STEP, _TURN, _FRESH, _SAVING = range(6)
+_BEAT, _ARRIVED, _STEP, _TURN, _FRESH, _SAVING, _LOADS = range(7)
 _DONE, _NAMES = 8, 16  # int64s: where the streams' counts begin, and their ops' names
 _NAME_BYTES = 48
 _PLACE = 8 * _NAMES + len(_STREAMS) * _NAME_BYTES  # bytes: where the place of the user's thread begins
@@ -34,7 +34,8 @@ WAITING = frozenset({Stream.COMM, Stream.UPDATE, Stream.CPU})
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A rank's row. `arrived`: the turn that it has called `run` (or `evaluate`, `save`) for; `turn`: the last one submitted, of
-    `step`. `fresh`: the last turn that had a graph run for the first time. `ops`: stream -> op that it is in.
+    `step`. `fresh`: the last turn that had a graph run for the first time. `loads`: of batches since `arrived`, twice what it has
+    ended, and one more while it is in one. `ops`: stream -> op that it is in.
     """
 
     beat: int
@@ -43,6 +44,7 @@ class Reading:
     turn: int
     fresh: int
     saving: int
+    loads: int
     done: tuple[int, ...]
     ops: dict[Stream, str]
     place: str
@@ -51,6 +53,16 @@ class Reading:
     def progress(self) -> tuple[int, ...]:
         """Changes whenever the rank gets anything done."""
         return self.arrived, self.turn, *self.done
+
+    @property
+    def place_in_loop(self) -> tuple[int, int]:
+        """Grows with every call that all ranks make, and with every batch that is asked for or got in between."""
+        return self.arrived, self.loads
+
+    @property
+    def loading(self) -> bool:
+        """True if it has said that it waits for its next batch."""
+        return self.loads % 2 == 1
 
     @property
     def working_on(self) -> tuple[Stream, str] | None:
@@ -76,7 +88,12 @@ class Pulse:
 
     def arrive(self, turn: int) -> None:
         """The user's thread is about to meet the other ranks."""
+        self._mine[_LOADS] = 0
         self._mine[_ARRIVED] = turn
+
+    def load(self, now: bool) -> None:
+        """The user's thread asks for its next batch, or has got it."""
+        self._mine[_LOADS] = (int(self._mine[_LOADS]) | 1) + (not now)
 
     def begin(self, step: int, turn: int, *, fresh: bool) -> None:
         """A step's ops are about to be submitted."""
@@ -117,7 +134,7 @@ class Pulse:
             return raw[at : at + size].partition(b"\0")[0].decode(errors="replace")
 
         names = {stream: text(8 * _NAMES + i * _NAME_BYTES, _NAME_BYTES) for stream, i in _STREAMS.items()}
-        return Reading(*(int(x) for x in row[: _SAVING + 1]), tuple(row[_DONE : _DONE + len(_STREAMS)].tolist()),
+        return Reading(*(int(x) for x in row[: _LOADS + 1]), tuple(row[_DONE : _DONE + len(_STREAMS)].tolist()),
                        {stream: name for stream, name in names.items() if name}, text(_PLACE, _PLACE_BYTES))
 
 

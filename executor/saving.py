@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slidedp.executor.checkpoint_files import CheckpointError
-from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
+from slidedp.executor.meetings import Meetings
 from slidedp.executor.snapshot import Snapshot
+from slidedp.executor.words import Board, Words
 
 JOIN_S = 10.0
 """How long a save is waited for that cannot end well, because something else has failed."""
@@ -104,16 +105,11 @@ class SaveHandle:
 class Saves:
     """The saves of one machine: at most one is under way. Used by the user's thread; `reading` by all."""
 
-    def __init__(self, collectives: Collectives, failure: Failure, counters: Counter[str]) -> None:
-        self._collectives, self._failure, self._counters = collectives, failure, counters
-        self._own: Collectives | None = None
+    def __init__(self, words: Words, failure: Failure, counters: Counter[str]) -> None:
+        self._failure, self._counters = failure, counters
+        self.meetings = Meetings(words, Board.SAVE, failure.watchdog.check_peers, lambda e: e)
+        """For the save's thread alone."""
         self._last: SaveHandle | None = None
-
-    def open_collectives(self) -> Collectives:
-        """For the save's thread alone: process groups of its own, made by the first save. Collective."""
-        if self._own is None:
-            self._own = self._collectives.another()
-        return self._own
 
     def begin(self, path: Path, snapshot: Snapshot, work: Callable[[], object]) -> SaveHandle:
         """`work` runs in a thread from here on; the one before has ended."""
@@ -163,10 +159,5 @@ class Saves:
         """Waits for a save under way; where ranks have failed, not for long. Returns what nobody has heard of."""
         if self._last is None:
             return None
-        self._last.finish(give_up=not healthy and self._collectives.world_size > 1)
+        self._last.finish(give_up=not healthy and self.meetings.world_size > 1)
         return self._last.untold
-
-    def close(self) -> None:
-        if self._own is not None:
-            self._own.close()
-            self._own = None

@@ -71,6 +71,7 @@ class Step:
     """Of device memory, that have been got over."""
     epilogue: Ticket = None  # type: ignore[assignment]  # the last, once it has been submitted
     wall_s: float = 0.0
+    exposed_s: float = 0.0
     compute_ended: threading.Event = field(default_factory=threading.Event)
     grad_norms: torch.Tensor | None = None
     """Largest gradient elements of parameters whose state is in HBM; to be read once the step's last update is done."""
@@ -169,10 +170,11 @@ class Step:
         if present and lane.has_tokens:
             self.machine.mark_present(self.number, present)
 
-    def note_compute_end(self) -> None:
-        """The GPU has done its part: the time since it had done the step before's is this step's wall time."""
+    def note_compute_end(self, ops: Sequence[Ticket]) -> None:
+        """The GPU has done its part, `ops`: the time since it had done the step before's is this step's wall time."""
         if self.machine.streams.error is None:
             now = time.perf_counter()
+            self.exposed_s = sum(map(self.machine.streams.compute.stall_s, ops))
             self.wall_s = now - max(self.started_s, self.machine.compute_end_s)
             self.machine.compute_end_s = now
         self.compute_ended.set()
@@ -189,6 +191,7 @@ class StepResult:
         lr: learning rate of this step.
         step: 1-based number of the training step, those before a resumed checkpoint included.
         wall_s: seconds from the end of the previous step's compute (or this step's start) to the end of this one's.
+        exposed_s: of these, the time in which compute of this rank was held up: by deliveries, updates, other ranks.
         tokens_per_s: `num_tokens` of all ranks over `wall_s`.
     """
 
@@ -220,6 +223,11 @@ class StepResult:
     def wall_s(self) -> float:
         self._step.machine.wait_compute(self._step)
         return self._step.wall_s
+
+    @property
+    def exposed_s(self) -> float:
+        self._step.machine.wait_compute(self._step)
+        return self._step.exposed_s
 
     @property
     def tokens_per_s(self) -> float:

@@ -60,11 +60,7 @@ class OpStream(Worker):
         self._current = ticket  # before the look at `error`: an abort sets `error` first and looks here second
         try:
             streams.check()
-            for awaited in waits:
-                if not awaited.done or awaited.error is not None:
-                    self._await(awaited)
-            if before is not None:
-                streams._poll(before)
+            self._hold(ticket, waits, before)
             if streams.delay is not None:
                 time.sleep(streams.delay(ticket.name))
             timing = streams.trace is not None
@@ -89,6 +85,28 @@ class OpStream(Worker):
             streams.abort(exc)
             ticket._fail(streams.error or exc)
         self._current = None
+
+    def _hold(self, ticket: Ticket, waits: Sequence[Ticket], before: Task | None) -> None:
+        """Waits for all that the op waits for. Of the compute stream, notes how long that holds it up."""
+        missing = [t for t in waits if not t.done or t.error is not None]
+        stall_begin = self._now() if self.stream is Stream.GPU and (missing or before) else None
+        for awaited in missing:
+            self._await(awaited)
+        if before is not None:
+            self._streams._poll(before)
+        if stall_begin is not None:
+            ticket.stall = stall_begin, self._now()
+
+    def _now(self) -> Any:
+        """The moment at which all work of this stream so far is done: seconds, or of a device an event."""
+        return time.perf_counter() if self.device is None else self.device.record(blocking=False, timing=True)
+
+    def stall_s(self, ticket: Ticket) -> float:
+        """For how long the op, which is done, has held the compute stream up while it waited for other streams."""
+        if ticket.stall is None:
+            return 0.0
+        begin, end = ticket.stall
+        return float(end - begin) if self.device is None else self.device.elapsed_s(begin, end)
 
     def _await(self, awaited: Ticket) -> None:
         if awaited.stream is self:
@@ -181,6 +199,7 @@ class Streams(Mapping[Stream, Worker]):
                 self._members[stream] = self.updates = UpdateStream(stream, self, start)
             else:
                 self._members[stream] = OpStream(stream, self, (devices or {}).get(stream), start)
+        self.compute: OpStream = self._members[Stream.GPU]  # type: ignore[assignment]
 
     def __getitem__(self, stream: Stream) -> Worker:
         return self._members[stream]

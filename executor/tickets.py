@@ -22,16 +22,19 @@ class Aborted(RuntimeError):
 class Ticket:
     """Completion of one op instance. `event`: its device event once issued, None for host ops.
 
+    `stall`: when its waits began and ended to hold up its stream, see :meth:`OpStream.stall_s`.
+
     After a failure `issued` and `done` are both True and `error` is set. Keeps no closure alive once done.
     """
 
-    __slots__ = ("_on_done", "_on_issued", "done", "error", "event", "issued", "name", "stream", "tracked")
+    __slots__ = ("_on_done", "_on_issued", "done", "error", "event", "issued", "name", "stall", "stream", "tracked")
 
     def __init__(self, name: str = "", stream: Worker | None = None, tracked: bool = True) -> None:
         self.name, self.stream, self.tracked = name, stream, tracked
         self.issued = self.done = False
         self.error: BaseException | None = None
         self.event: Any = None
+        self.stall: tuple[Any, Any] | None = None
         self._on_issued: list[Callable[[], object]] = []
         self._on_done: list[Callable[[], object]] = []
 

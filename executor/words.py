@@ -25,6 +25,14 @@ from slidedp.executor.segment import SharedSegment
 Check = Callable[[], None]
 """Called while waiting; raises when waiting has become pointless (a peer died, the run was aborted)."""
 
+
+class Board(IntEnum):
+    """Where ranks exchange values, each of one thread of every rank: the user's, and that of a save beside training."""
+
+    STEP = 0
+    SAVE = 1
+
+
 NUM_VALUES = 12
 """int64s that a rank can post in one exchange."""
 LOSS_DEPTH = 4
@@ -83,7 +91,7 @@ class WordsLayout:
         n = self.world_size
         return {
             "words": self.num_words * n,
-            "board": 2 * n * 2 * _LINE,  # [parity, rank, (stamp, step, values…)]
+            "boards": len(Board) * 2 * n * 2 * _LINE,  # [board, parity, rank, (stamp, step, values…)]
             "losses": LOSS_DEPTH * n * _LINE,  # [step % depth, rank, (stamp, float64 bits)]
             "norms": 2 * n * _LINE,  # [parity, rank, (float64 bits)]
             "abort": n * (_LINE + _TEXT_BYTES // 8),  # [rank, (state, rank at fault, reason, text bytes), text]
@@ -131,7 +139,7 @@ class Words:
             start += -(-size // _LINE) * _LINE
         n = self.world_size
         self._words = part["words"].reshape(layout.num_words, n)
-        self._board = part["board"].reshape(2, n, 2 * _LINE)
+        self._boards = part["boards"].reshape(len(Board), 2, n, 2 * _LINE)
         self._losses = part["losses"].reshape(LOSS_DEPTH, n, _LINE)
         self._norms = part["norms"].reshape(2, n, _LINE)
         self._aborts = part["abort"].reshape(n, -1)
@@ -139,7 +147,7 @@ class Words:
         self.pulse = part["pulse"].reshape(n, PULSE_INTS)
         self._present = part["present"].view(np.uint8).reshape(2, n, layout.row)[:, :, : layout.num_params]
         self._rows = part["rows"].view(np.uint8).reshape(2, n, layout.mask)
-        self._num_exchanges = 0
+        self._num_exchanges = [0] * len(Board)
         self._abort_lock = threading.Lock()
 
     def _require_ordered(self, why: str) -> None:
@@ -176,25 +184,26 @@ class Words:
 
     # ---- one small exchange a step ----------------------------------------------------------------------------
 
-    def exchange(self, step: int, values: Sequence[int], check: Check | None = None) -> list[list[int]]:
+    def exchange(self, step: int, values: Sequence[int], check: Check | None = None,
+                 on: Board = Board.STEP) -> list[list[int]]:
         """Collective: every rank posts up to NUM_VALUES int64s and gets everybody's (padded with zeros), by rank.
 
-        Raises PeerError when a rank posts another `step`.
+        Raises PeerError when a rank posts another `step`. On the board of saves a rank's own error ends nothing: `check` does.
 
-        Two boards are enough. Exchange k writes board k mod 2. A rank starts exchange k+2 only after it has ended k+1,
-        for which every rank had posted k+1, which each does after reading all of board k: nobody still reads what k+2
+        Two sides are enough. Exchange k writes side k mod 2. A rank starts exchange k+2 only after it has ended k+1,
+        for which every rank had posted k+1, which each does after reading all of side k: nobody still reads what k+2
         overwrites. It holds because all ranks make the same sequence of exchanges, whatever their steps are called.
         """
         assert len(values) <= NUM_VALUES, values
-        self._num_exchanges += 1
-        turn = self._num_exchanges
-        board = self._board[turn % 2]
+        self._num_exchanges[on] += 1
+        turn = self._num_exchanges[on]
+        board = self._boards[on, turn % 2]
         mine = board[self.rank]
         mine[1] = step
         mine[2 : 2 + NUM_VALUES] = 0
         mine[2 : 2 + len(values)] = values
         self.store(mine, 0, turn)
-        self._poll(lambda: all(self._load_min(row[:1]) >= turn for row in board), check)
+        self._poll(lambda: all(self._load_min(row[:1]) >= turn for row in board), check, heed_errors=on is Board.STEP)
         for rank, row in enumerate(board):
             if row[1] != step:
                 text = f"rank {rank} is at step {row[1]}, rank {self.rank} at step {step}: the ranks have diverged"
@@ -310,11 +319,11 @@ class Words:
 
     # ---- accesses ---------------------------------------------------------------------------------------------
 
-    def _poll(self, ready: Callable[[], bool], check: Check | None) -> None:
+    def _poll(self, ready: Callable[[], bool], check: Check | None, *, heed_errors: bool = True) -> None:
         pause = _POLL_FIRST_S
         while not ready():
             try:
-                self._raise_if_pointless(check)
+                self._raise_if_pointless(check, heed_errors)
             except PeerError:
                 if ready():  # it came between the two looks: the peer published, then left or failed
                     return
@@ -322,8 +331,9 @@ class Words:
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_LAST_S)
 
-    def _raise_if_pointless(self, check: Check | None) -> None:
-        self.raise_if_aborted()
+    def _raise_if_pointless(self, check: Check | None, heed_errors: bool) -> None:
+        if heed_errors:
+            self.raise_if_aborted()
         if check is not None:
             check()
         if (self.alive[:, 0] == LEFT).any():

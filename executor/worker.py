@@ -31,6 +31,9 @@ class DeviceQueue(Protocol):
     def record(self, *, blocking: bool, timing: bool) -> Any:
         """An event after all work issued so far. `blocking`: a host thread will sleep, not spin, on it."""
 
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        """Seconds between two completed timing events."""
+
     def time_s(self, event: Any) -> float:
         """When a completed timing event happened, on the clock of `time.perf_counter`."""
 

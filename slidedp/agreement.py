@@ -74,6 +74,9 @@ def refuse_if_ranks_differ(posted: Sequence[Posted], rank: int) -> None:
     for other, its in enumerate(posted):
         if its.failed == SAVE_FAILED:
             raise CheckpointError(f"saving beside training has failed on rank {other}; see its own error. No rank has run a step")
+        if its.failed and its.call == SAVES:
+            raise CheckpointError(f"rank {other} cannot save: its model's parameters are no longer the plan's (its own error "
+                                  "says which one); no rank has begun a checkpoint, and training can go on")
         if its.failed:
             raise BatchError(f"rank {other} was given a batch that it cannot run (its own error says why); no rank has run it")
         if its.call != own.call:

@@ -95,7 +95,8 @@ def compile(
         peer_timeout_s: of several ranks: seconds without any op done, on any rank, after which a step hangs: all ranks then
             raise a PeerError that names the rank at fault and the op that it is in. inf: wait for ever.
         peer_absence_s: the same for a rank that does not call `run` while others wait in theirs, for whatever reason of its own
-            (evaluation, saving, loading data); after `peer_timeout_s` a message tells where it is. At least as long as that.
+            (evaluation, saving), unless it is in :meth:`Plan.loading` or :meth:`Plan.batches`; after `peer_timeout_s` a message
+            tells where it is. At least as long as that.
 
     Raises:
         ValueError: names what does not fit and the remedy. TraceError (a ValueError): the model cannot be traced.
@@ -114,7 +115,8 @@ def compile(
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"{name}={dtype} is not supported: use torch.bfloat16 or torch.float32")
     if not isinstance(optimizer or AdamW(), AdamW):
-        raise ValueError(f"optimizer={optimizer!r}: give a description, e.g. slidedp.AdamW(lr=1e-5), not a torch optimizer")
+        raise ValueError(f"optimizer= takes a description, slidedp.AdamW(lr=1e-5, ...), not {type(optimizer).__name__} of "
+                         f"{type(optimizer).__module__}: the plan itself holds the moments and updates the weights")
     if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
         raise ValueError(f"num_threads={num_threads!r}: a positive number of CPU threads for the update")
     if update_kernel not in ("auto", "native", "torch"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import nn
 
 from slidedp.compiler.layergraph import Group
 from slidedp.executor import checkpoint as content
@@ -48,13 +52,25 @@ def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, kee
 
     Raises ValueError for an `extra` that is not JSON; on every rank if a rank cannot write. What was there stays as it was.
     """
-    collectives, state, model, device = machine.collectives, machine.state, machine.binding.model, machine.backend.device
+    collectives, state, model, device = machine.meetings, machine.state, machine.binding.model, machine.backend.device
     training = facts_of_training(machine, extra, keep, optimizer)
-    target = begin_on_all(directory, training["step"], collectives, files)
-    moments = ResidentMoments(state, machine.resident, collectives)
-    mine = on_all(collectives, lambda: content.write_part(partial_of(target), state, model, training, device, files, moments))
-    publish_on_all(machine, target, training["step"], mine, keep, collectives, files)
+    with machine.failure.at_files(), told_where(directory):
+        target = begin_on_all(directory, training["step"], collectives, files)
+        moments = ResidentMoments(state, machine.resident, collectives)
+        mine = on_all(collectives, lambda: content.write_part(partial_of(target), state, model, training, device, files, moments))
+        publish_on_all(machine, target, training["step"], mine, keep, collectives, files)
     return target
+
+
+@contextmanager
+def told_where(directory: Path) -> Iterator[None]:
+    """An OSError becomes a CheckpointError that names the folder and the remedy."""
+    try:
+        yield
+    except OSError as e:
+        remedy = "make room there, or" if e.errno in (errno.ENOSPC, errno.EDQUOT) else "let this process create and write it, or"
+        raise CheckpointError(f"no checkpoint can be written into {directory}: {e.strerror or e} ({e.filename or 'a file'}); "
+                              f"{remedy} save to another folder. Training can go on; older checkpoints are as they were") from e
 
 
 def facts_of_training(machine: Machine, extra: Mapping[str, Any] | None, keep: int,
@@ -129,6 +145,14 @@ def what_is_wrong(path: Path, collectives: Collectives) -> str | None:
     return wrong or f"as rank {flags.index(1)} found"
 
 
+def require_same_names(found: Checkpoint, model: nn.Module) -> None:
+    """CheckpointError if it cannot be of `model`, as far as that is known before the model is traced: of a parameter that it has
+    not, or has in another shape."""
+    ours = {name: list(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    saved = read_manifest(found.path)["parameters"]
+    content.require_same_names(found.path, saved, {name: ours[name] for name in saved if name in ours})
+
+
 def require_same_model(found: Checkpoint, groups: Sequence[Group]) -> None:
     """CheckpointError, naming a parameter, if the checkpoint is of a model with other parameters."""
     content.require_same_model(found.path, read_manifest(found.path), groups)
@@ -141,7 +165,7 @@ def load(machine: Machine, found: Checkpoint) -> dict[str, Any]:
     changed since it was checked.
     """
     state = machine.state
-    moments = ResidentMoments(state, machine.resident, machine.collectives)
+    moments = ResidentMoments(state, machine.resident, machine.meetings)
     manifest = read_manifest(found.path)
     require_same_model(found, list(state.groups.values()))
 
@@ -151,7 +175,8 @@ def load(machine: Machine, found: Checkpoint) -> dict[str, Any]:
         return dict(training["optimizer"])
 
     machine.expose_model()  # the shadows are cast anew before the next step
-    optimizer = on_all(machine.collectives, read)
+    with machine.failure.at_files():
+        optimizer = on_all(machine.meetings, read)
     machine.steps_before = found.step - machine.num_steps
     return optimizer
 

@@ -159,6 +159,9 @@ def run_simulate(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     dump = dumper(args.dump_after) if args.dump_after else None  # before the slow part: the pass may not exist
     chosen: list[AutoPlan] = []
+    if sys.stderr.isatty():
+        print(f"slidedp: planning {args.model} for {args.hw}; what was planned before takes seconds, a new solve up to a minute",
+              file=sys.stderr, flush=True)  # fmt: skip
     plan = plan_on_paper(
         args.model, args.hw, batch=args.batch, seq=args.seq, ranks=args.ranks, policy=read_policy(args.policy, args.fix),
         hbm_budget=args.hbm_budget, host_budget=args.host_budget, compute_dtype=DTYPES.get(args.compute_dtype),

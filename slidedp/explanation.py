@@ -72,8 +72,9 @@ class Report:
     `chain`: the critical cycle, over `cycle_steps` steps, its longest link `bound_by`. `waits_us`: of the time that the GPU
     waits, by the kind of op it waits for. `question`: the decision asked about, or '' for those that matter most.
     `norm_us`: what it costs that updates wait for the norm of all gradients, against the same plan whose updates do not; None if
-    they do not. `speculating`: how many groups make up for it, and `candidate_bytes` of the host with what. `validation`: lines
-    on what real steps have said.
+    they do not. `speculating`: how many groups make up for it, and `candidate_bytes` of the host with what. `redone_us`: of the
+    CPU, for a step whose norm is over the limit: one more update of these groups; a step is longer by that at most.
+    `validation`: lines on what real steps have said.
     """
 
     title: str
@@ -91,6 +92,7 @@ class Report:
     norm_us: int | None = None
     speculating: int = 0
     candidate_bytes: int = 0
+    redone_us: int = 0
     validation: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -110,8 +112,9 @@ class Report:
             return
         sign = "-" if self.norm_us < 0 else "+"
         means = f"{self.speculating} groups speculate, in {format_bytes(self.candidate_bytes)} of host memory"
+        redone = f", and a clipped one by {duration(self.redone_us)} more at most, for their updates anew"
         yield from wrapped(f"updates wait for the norm of all gradients: {sign}{duration(abs(self.norm_us))} a step "
-                           f"({self.norm_us / max(self.step_us - self.norm_us, 1):+.1%}); "
+                           f"({self.norm_us / max(self.step_us - self.norm_us, 1):+.1%}){redone if self.speculating else ''}; "
                            f"{means if self.speculating else 'no group speculates'}", "  ")
 
     def _streams(self) -> Iterator[str]:
@@ -191,12 +194,15 @@ def explain(
     if planned.decisions.update is Update.DEFERRED:
         unwaiting = world.outcome(replace(planned.decisions, update=Update.IN_BACKWARD), verified=False)
         norm_us = line.step_us - unwaiting.timeline.step_us
+    again = [g.name for g in speculating_groups(plan.layers, planned.decisions)]
+    redone = {op.name for op in planned.graph if op.kind is OpKind.CPU_UPDATE and op.layer in again}
     return Report(
         title=f"{plan.layers.model or 'model'} on {world.hw.name}", step_us=line.step_us, exposed_us=line.exposed_us,
         bottleneck=str(line.bottleneck), bound_by=longest(chain), chain=chain, busy_us=line.busy_us,
         waits_us=line.exposed_by, question=decision, alternatives=found, notes=notes, cycle_steps=line.cycle_steps,
-        norm_us=norm_us, speculating=len(speculating_groups(plan.layers, planned.decisions)),
-        candidate_bytes=planned.memory.host["candidates"], validation=tuple(validation_lines(plan)))
+        norm_us=norm_us, speculating=len(again), candidate_bytes=planned.memory.host["candidates"],
+        redone_us=sum(span.end_us - span.start_us for span in line.spans if span.op in redone),
+        validation=tuple(validation_lines(plan)))
 
 
 def decisions_asked(decision: str, layers: LayerGraph) -> list[tuple[str, str]]:

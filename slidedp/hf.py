@@ -13,7 +13,8 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class SlideTrainer(Trainer):
         self._micro_batches: list[dict[str, Tensor]] = []
         self._resume_from: Path | None = None
         self._grad_norm: float | None = None
+        self._loading_from: Iterator[Any] | None = None
         super().__init__(model, args, *others, **keywords)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled or self.accelerator.mixed_precision not in ("no", "bf16"):
             raise ValueError("accelerate's configuration asks for DeepSpeed, FSDP, FP16 or FP8: SlideDP takes their place; start "
@@ -159,6 +161,13 @@ class SlideTrainer(Trainer):
         if self.plan is not None:
             self.plan.synchronize()
         return output
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], None]:
+        """The next step's batches; a rank that hangs here is told from a busy one, but for an epoch's start. Counts no tokens:
+        a plan does, of all ranks, and here it would take a collective in which the others waited for a rank that hangs."""
+        started, self._loading_from = self._loading_from is epoch_iterator, epoch_iterator
+        with self.plan.loading() if self.plan is not None and started else nullcontext():
+            return list(islice(epoch_iterator, num_batches)), None
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The loss of the whole step at its last micro-batch, which runs them all; zero before."""

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 
 from slidedp.api import compile
 from slidedp.compiler.optimizer import AdamW
+from slidedp.compiler.strict import closest
 
 LABELS = "loss_labels"
 """Key of the labels in a batch for a loss of its own: the model's forward is not to see them, as in Trainer."""
@@ -119,7 +120,8 @@ def refuse_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"plan_options[{name!r}]: give it to the trainer as {OF_THE_TRAINER[name]}")
         if name not in inspect.signature(compile).parameters:
             known = [n for n in inspect.signature(compile).parameters if n not in OF_THE_TRAINER]
-            raise ValueError(f"plan_options[{name!r}] is not an argument of slidedp.compile; there are {', '.join(known)}")
+            raise ValueError(f"plan_options[{name!r}] is not an argument of slidedp.compile; {closest(name, known)}there are "
+                             f"{', '.join(known)}")
 
 
 def adamw(args: TrainingArguments, model: nn.Module, decaying: Iterable[str]) -> AdamW:

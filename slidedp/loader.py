@@ -106,16 +106,19 @@ class StatefulLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where we are, and by what that was counted. The checksum is of the epoch's order: a library may come to shuffle
         otherwise than when this was saved."""
-        return {"epoch": self.epoch, "position": self.position, "rows": self.rows.facts.fingerprint, "seed": self.seed,
-                "shuffle": self.shuffle, "sequences_a_step": self.split.num_sequences,
+        facts = self.rows.facts
+        return {"epoch": self.epoch, "position": self.position, "rows": facts.fingerprint, "seq": facts.seq,
+                "packing": facts.packing, "seed": self.seed, "shuffle": self.shuffle,
+                "sequences_a_step": self.split.num_sequences,
                 "order": zlib.crc32(np.ascontiguousarray(self.order()).tobytes())}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. ValueError, saying what differs, unless the same rows come in the same order."""
-        words = {"rows": "data (its files, tokenizer, seq or packing)", "seed": "seed", "shuffle": "shuffle"}
+        words = {"seq": "data.seq", "packing": "data.packing", "rows": "data (its files, tokenizer or assistant_only)",
+                 "seed": "seed", "shuffle": "data.shuffle"}
         mine = self.state_dict()
         for key, word in words.items():
-            if state[key] != mine[key]:
+            if state.get(key, mine[key]) != mine[key]:
                 raise ValueError(f"the checkpoint was made with another {word}: {state[key]!r} there, {mine[key]!r} here; "
                                  "put it back, or begin anew with resume: false and another output")  # fmt: skip
         if state["sequences_a_step"] != self.split.num_sequences:

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_s", "wall_s", "skipped", "eval_loss")
+COLUMNS = ("step", "epoch", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_s", "wall_s", "exposed_s", "skipped",
+           "eval_loss")  # fmt: skip
 SCALARS = {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr", "tokens_per_s": "train/tokens_per_s",
-           "eval_loss": "eval/loss"}  # fmt: skip
+           "exposed_s": "train/exposed_s", "eval_loss": "eval/loss"}  # fmt: skip
 
 
 class Metrics:

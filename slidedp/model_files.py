@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -20,7 +22,13 @@ class ModelFiles:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return self._load(AutoTokenizer.from_pretrained, **self._known_config())
+        try:
+            return self._load(AutoTokenizer.from_pretrained, **self._known_config())
+        except ValueError as e:
+            if self.gguf or any((self.folder / name).is_file() for name in TOKENIZER_FILES):
+                raise
+            raise ValueError(f"model {self.folder}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)}); put those of the "
+                             "model there: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)") from e
 
     def model(self, *, meta: bool = False) -> Any:
         """The causal language model in training mode, with FP32 weights; with `meta`, none: another rank has them."""

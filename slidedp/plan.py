@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from slidedp.agreement import (
 )
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages, measured_stages
-from slidedp.checkpoints import Checkpoint, find, load, require_same_model, save
+from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_model, require_same_names, save
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.gantt import gantt
 from slidedp.compiler.memory import MemoryReport
@@ -58,9 +58,9 @@ from slidedp.schedule import LearningRate, as_float, as_int
 from slidedp.validation import Trial, prepare_trial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from slidedp.compiler.optimizer import AdamW
+
+T = TypeVar("T")
 
 
 class StopAsked(Exception):
@@ -120,6 +120,22 @@ class Plan:
     def ask_to_stop(self) -> None:
         """Have the next `run` or `evaluate` raise StopAsked, on every rank, instead of beginning. Safe in a signal handler."""
         self._stop_asked = True
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Say that this rank waits for its next batch: if it hangs there while others have theirs, all stop within 30 s
+        (`peer_timeout_s`), and not only after the `peer_absence_s` that a rank which evaluates or saves alone may need."""
+        with self._machine.failure.loading() if self._machine is not None else nullcontext():
+            yield
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """What `loader` gives, each but the first got within :meth:`loading`: to start a loader may take its time."""
+        batches, end = iter(loader), object()
+        batch: Any = next(batches, end)
+        while batch is not end:
+            yield batch
+            with self.loading():
+                batch = next(batches, end)
 
     def evaluate(self, batch: Batches) -> float:
         """Mean loss over the valid tokens of all ranks' batches, in eval mode, without gradients or updates."""
@@ -360,8 +376,9 @@ class Plan:
         self._require_open()
         if self._machine is not None:
             self._machine.saves.finish()
-        found = find(Path(directory), self._collectives)
+        found = find(Path(directory), self._collectives if self._machine is None else self._machine.meetings)
         if self._machine is None:
+            require_same_names(found, self._model)
             self._resume_from = found
         else:
             self.synchronize()
@@ -369,6 +386,15 @@ class Plan:
         return found
 
     # ---- the model ----
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """What `work` returns, once it has returned on every rank; if it raises on one, all raise. For what rank 0 does alone
+        between steps, writing the model say: a rank that dies or is stopped meanwhile is named, and nobody is taken to hang."""
+        self._require_open()
+        if self._machine is None:
+            return on_all(self._collectives, work)
+        with self._machine.failure.at_files():
+            return on_all(self._machine.meetings, work)
 
     @property
     def model(self) -> nn.Module:

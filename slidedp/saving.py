@@ -2,7 +2,7 @@
 
 What is small (generators, step counts, buffers, `extra`) is taken at once; weights and moments are read before the next step's
 updates overwrite them (passes/snapshot.py, executor/snapshot.py), each rank its own parts, and written into files that all ranks
-share. Every rank has a thread for it, and these meet through process groups of their own.
+share. Every rank has a thread for it, and these have meetings of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slidedp.checkpoints import begin_on_all, facts_of_training, on_all, publish_on_all
+from slidedp.checkpoints import begin_on_all, facts_of_training, on_all, publish_on_all, told_where
 from slidedp.compiler.decisions import Decisions
 from slidedp.executor import checkpoint as content
 from slidedp.executor.checkpoint_files import FileFact, FileLayer, partial_of
@@ -34,9 +34,10 @@ def start_save(machine: Machine, decisions: Decisions, directory: Path, extra: M
     """
     training = facts_of_training(machine, extra, keep, optimizer)
     snapshot = Snapshot(machine.state, decisions, machine.resident, buffer_bytes)
-    target = begin_on_all(directory, training["step"], machine.collectives, files)
+    with told_where(directory):
+        target = begin_on_all(directory, training["step"], machine.meetings, files)
     writer = Writer(machine, partial_of(target), training, files)
-    collectives = machine.saves.open_collectives()
+    collectives = machine.saves.meetings
 
     def work() -> None:
         if machine.backend.device.type == "cuda":

@@ -25,7 +25,9 @@ import torch.distributed as dist
 
 from slidedp.api import compile
 from slidedp.checkpoints import on_all
-from slidedp.executor.checkpoint_files import complete
+from slidedp.compiler.strict import closest
+from slidedp.executor.checkpoint import TRAINING
+from slidedp.executor.checkpoint_files import complete, read_manifest
 from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.step import StepResult
 from slidedp.loader import Batch, Split, StatefulLoader, in_order
@@ -37,12 +39,16 @@ from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
 from slidedp.report import validation_lines
+from slidedp.schedule import LearningRate
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 NO_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of `transformers.get_scheduler`: those that want a metric at every step."""
+
+EXPORTED = "slidedp.json"
+"""Beside the trained model: the step that it is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,14 @@ def train(config: TrainConfig) -> Outcome:
     Raises:
         ValueError: names what cannot be done and the remedy. PeerError: another rank died or failed.
     """
+    outcome = run_or_go_on(config)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return outcome
+
+
+def run_or_go_on(config: TrainConfig) -> Outcome:
+    """A run's beginning: what is asked for is checked, and then made, what takes long last."""
     rank = int(os.environ.get("RANK", "0"))
     with StopSignals(quiet=rank != 0) as signals:
         source = find_model(config.model)
@@ -69,20 +83,25 @@ def train(config: TrainConfig) -> Outcome:
         control = open_collectives(torch.device("cpu"), ranks.rank, ranks.world_size)
         tokenizer = on_all(control, lambda: source.tokenizer() if ranks.rank == 0 else None)
         loader, heldout = load_data(config, tokenizer, ranks, control)
-        torch.manual_seed(config.seed + ranks.rank)  # dropout, say, of each rank its own
         say = print_flushed if ranks.rank == 0 else lambda text: None
+        num_steps = config.steps or (config.epochs or 1) * loader.steps_per_epoch
+        make_scheduler(config, LearningRate(config.optimizer.lr), num_steps)  # before what takes long: its options may be wrong
+        finished = on_all(control, lambda: ranks.rank == 0 and is_finished(config, loader, num_steps))
+        if control.exchange_ints([finished])[0]:
+            say(f"step {num_steps} of {num_steps} is done, and {config.output / 'model'} written: there is nothing left to do")
+            control.close()
+            return Outcome(num_steps, num_steps)
+        torch.manual_seed(config.seed + ranks.rank)  # dropout, say, of each rank its own
         say(f"loading {source.folder / (source.gguf or '')}")
         model = on_all(control, lambda: source.model(meta=ranks.rank != 0))
         with compiled(config, model, loader) as plan:
             say(str(plan))
             if config.data.packing == "documents":
                 require_documents_apart(plan, loader.example())
-            run = Run(config, tokenizer, ranks, control, plan, loader, heldout, say)
+            run = Run(config, tokenizer, ranks, control, plan, loader, heldout, say, num_steps)
             signals.save_on_stop(plan.ask_to_stop)
             outcome = run.to_the_end(signals)
         control.close()
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
     return outcome
 
 
@@ -129,13 +148,32 @@ PACKED = {
 }
 
 
+def is_finished(config: TrainConfig, loader: StatefulLoader, num_steps: int) -> bool:
+    """True if the last step's checkpoint is there, and the model that it has left. ValueError if the run that would go on from it
+    would see other data. On rank 0; before the model is loaded, which takes its time."""
+    newest = next(iter(complete(config.output / "checkpoints")), None)
+    if config.resume != "auto" or newest is None:
+        return False
+    try:
+        step = read_manifest(newest)["step"]
+        state = json.loads((newest / TRAINING).read_text())["extra"]["loader"]
+        exported = json.loads((config.output / "model" / EXPORTED).read_text())["step"]
+    except (OSError, ValueError, KeyError):  # damaged, or not there yet: the run that goes on will see
+        return False
+    place = loader.place
+    loader.load_state_dict(state)
+    loader.place = place
+    return bool(exported == step >= num_steps)
+
+
 def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader) -> Plan:
     p = config.plan
     return compile(
         model, p.hw, example=loader.example(), optimizer=config.optimizer.describe(), policy=p.policy, hbm_budget=p.hbm_budget,
         host_budget=p.host_budget, compute_dtype=DTYPES.get(p.compute_dtype or ""), grad_dtype=DTYPES.get(p.grad_dtype or ""),
         max_grad_norm=config.max_grad_norm, skip_nonfinite=config.skip_nonfinite, device=p.device,
-        update_kernel=p.update_kernel, solver=p.solver, validate=p.validate)
+        update_kernel=p.update_kernel, solver=p.solver, validate=p.validate, peer_timeout_s=p.peer_timeout_s,
+        peer_absence_s=p.peer_absence_s)
 
 
 def require_documents_apart(plan: Plan, batch: Batch) -> None:
@@ -160,10 +198,10 @@ def check_schedule(name: str) -> None:
 
     names = [s.value for s in SchedulerType if s.value not in NO_SCHEDULES]
     if name not in names:
-        raise ValueError(f"schedule.name: {name!r} is unknown; allowed: {', '.join(names)}")
+        raise ValueError(f"schedule.name: {name!r} is unknown; {closest(name, names)}allowed: {', '.join(names)}")
 
 
-def make_scheduler(config: TrainConfig, plan: Plan, num_steps: int) -> Any:
+def make_scheduler(config: TrainConfig, optimizer: LearningRate, num_steps: int) -> Any:
     """ValueError for options that the schedule does not take."""
     from transformers import get_scheduler
 
@@ -172,7 +210,7 @@ def make_scheduler(config: TrainConfig, plan: Plan, num_steps: int) -> Any:
     if s.name == "warmup_stable_decay" and not options.keys() & {"num_decay_steps", "num_stable_steps"}:
         options["num_decay_steps"] = max(1, num_steps // 10)
     try:
-        return get_scheduler(s.name, plan.optimizer, s.warmup_steps(num_steps), num_steps, options)
+        return get_scheduler(s.name, optimizer, s.warmup_steps(num_steps), num_steps, options)
     except (TypeError, ValueError) as e:
         raise ValueError(f"schedule.options: {s.name} does not take them: {e}") from e
 
@@ -184,11 +222,11 @@ class Run:
     """One process's part of a training run, from its first step, or the checkpoint that it goes on from, to its end."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any, ranks: Ranks, control: Collectives, plan: Plan,
-                 loader: StatefulLoader, heldout: Rows | None, say: Callable[[str], object]) -> None:
+                 loader: StatefulLoader, heldout: Rows | None, say: Callable[[str], object], num_steps: int) -> None:
         self.config, self.tokenizer, self.ranks, self.control = config, tokenizer, ranks, control
         self.plan, self.loader, self.heldout, self.say = plan, loader, heldout, say
-        self.num_steps = config.steps or (config.epochs or 1) * loader.steps_per_epoch
-        self.scheduler = make_scheduler(config, plan, self.num_steps)
+        self.num_steps = num_steps
+        self.scheduler = make_scheduler(config, plan.optimizer, self.num_steps)
         self.checkpoints = config.output / "checkpoints"
         self.evaluation_due = False
         self.step = self.saved = self.resume()
@@ -213,8 +251,9 @@ class Run:
             self.save()
             name = signals.name or "a signal to another rank"
             self.say(f"stopped by {name} after step {self.step} of {self.num_steps}; the same command goes on from there")
-        if self.metrics is not None:
-            self.metrics.close()
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
         return Outcome(self.step, self.num_steps, name)
 
     def one_step(self) -> None:
@@ -224,7 +263,8 @@ class Run:
         if self.config.checkpoint.every and self.step and self.step % self.config.checkpoint.every == 0:
             self.save()
         place, epoch = self.loader.place, self.loader.epochs_done
-        batches = next(self.loader)
+        with self.plan.loading():
+            batches = next(self.loader)
         try:
             result = self.plan.run(batches[0] if len(batches) == 1 else batches)
         except StopAsked:
@@ -259,9 +299,10 @@ class Run:
             return
         self.metrics.write({"step": r.step, "epoch": round(epoch, 6), "loss": r.loss, "grad_norm": r.grad_norm, "lr": r.lr,
                             "num_tokens": r.num_tokens, "tokens_per_s": round(r.tokens_per_s, 1), "wall_s": round(r.wall_s, 6),
-                            "skipped": r.skipped})
+                            "exposed_s": round(r.exposed_s, 6), "skipped": r.skipped})
         norm = "" if r.grad_norm is None else f", norm {r.grad_norm:.3g}"
-        line = f"loss {r.loss:.4f}, {r.tokens_per_s:,.0f} tokens/s, lr {r.lr:.2e}{norm}"
+        line = (f"loss {r.loss:.4f}, {r.tokens_per_s:,.0f} tokens/s, {r.exposed_s:.2g} of {r.wall_s:.2g} s exposed, "
+                f"lr {r.lr:.2e}{norm}")
         if not self.report(line, r.step, self.num_steps) and (r.step % self.config.log.every == 0 or r.step == self.num_steps):
             self.say(f"step {r.step}/{self.num_steps}  {line}")
 
@@ -272,7 +313,10 @@ class Run:
         split = Split(self.loader.split.micro_batch * self.ranks.world_size, self.loader.split.micro_batch, self.ranks.rank,
                       self.ranks.world_size)
         total = num_tokens = 0.0
-        for valid, batch in in_order(self.heldout, split):
+        rows = in_order(self.heldout, split)
+        for _ in range(-(-len(self.heldout) // split.num_sequences)):
+            with self.plan.loading():
+                valid, batch = next(rows)
             total += self.plan.evaluate(batch) * valid
             num_tokens += valid
         loss, self.evaluation_due = total / num_tokens, False
@@ -328,8 +372,9 @@ class Run:
                 shutil.rmtree(partial, ignore_errors=True)
                 model.save_pretrained(partial)  # type: ignore[operator]
                 self.tokenizer.save_pretrained(partial)
+                (partial / EXPORTED).write_text(json.dumps({"step": self.step}))
                 shutil.rmtree(target, ignore_errors=True)
                 os.replace(partial, target)
 
-        on_all(self.control, write)
+        self.plan.on_all(write)
         self.say(f"wrote {target}")

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.units import parse_bytes
+from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S
 from slidedp.typed_config import read_config
 
 AT_LEAST_ONE = {"minimum": 1}
@@ -85,7 +86,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConfig:
-    """What `slidedp.compile` takes: `policy` is a mapping, or the path of a policy or plan. Budgets: bytes, or "20GiB"."""
+    """What `slidedp.compile` takes: `policy` is a mapping, or the path of a policy or plan. Budgets: bytes, or "20GiB".
+
+    A rank that hangs, in a step or in its loader, is named after `peer_timeout_s` seconds, and all stop.
+    """
 
     hw: str = "auto"
     policy: Path | Mapping[str, Any] | None = None
@@ -97,6 +101,8 @@ class PlanConfig:
     solver: Literal["cp-sat", "rule"] = "cp-sat"
     validate: bool | int | None = None
     device: str | None = None
+    peer_timeout_s: float = PEER_TIMEOUT_S
+    peer_absence_s: float = PEER_ABSENCE_S
 
     def __post_init__(self) -> None:
         for name in ("hbm_budget", "host_budget"):

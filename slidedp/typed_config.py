@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from slidedp.compiler.strict import as_float, as_int, as_list, as_mapping, as_str, load_yaml
+from slidedp.compiler.strict import as_float, as_int, as_list, as_mapping, as_str, closest, load_yaml
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ def unknown(key: str, kind: type[Any], where: str) -> str:
     """What to say of a key that `kind` has not: the closest that it has, or that one of its sections has."""
     here = [f.name for f in fields(kind)]
     deep = dict(_dotted(kind))
-    close = get_close_matches(key, here, 1) or [name for last in get_close_matches(key, deep, 1) for name in [deep[last]]]
-    hint = f"closest: {close[0]!r}; " if close else ""
+    below = [deep[last] for last in get_close_matches(key, deep, 1)]
+    hint = closest(key, here) or (f"closest: {below[0]!r}; " if below else "")
     return f"{where}: unknown key {key!r}; {hint}allowed: {', '.join(here)}"
 
 
@@ -72,7 +72,8 @@ def convert(value: object, hint: Any, where: str, base: Path, minimum: float = 0
         return _as_one_of(value, get_args(hint), where, base, minimum)
     if origin is Literal:
         if not any(value is option or (value == option and type(value) is type(option)) for option in get_args(hint)):
-            raise ValueError(f"{where}: {value!r} is unknown; allowed: {', '.join(map(yaml_word, get_args(hint)))}")
+            words = [yaml_word(option) for option in get_args(hint)]
+            raise ValueError(f"{where}: {value!r} is unknown; {closest(value, words)}allowed: {', '.join(words)}")
         return value
     if origin is tuple:
         kinds = get_args(hint)

@@ -6,8 +6,10 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rank_cases import build, shares, start
@@ -15,10 +17,12 @@ from torch import nn
 from training import state_of
 
 import slidedp
+from slidedp.executor.checkpoint_files import FileLayer
 
 
-def one_evaluates() -> str:
-    """Rank 1 evaluates where rank 0 trains: both are told, nothing changes, and the next step runs."""
+def one_evaluates(directory: str) -> list[str]:
+    """Rank 1 evaluates where rank 0 trains, and then has converted its model when both save: both are told, nothing changes, and
+    the next step runs."""
     rank, _ = start()
     with slidedp.compile(build(rank), "cpu") as plan:
         plan.run(shares(2, 0)[rank])
@@ -29,9 +33,16 @@ def one_evaluates() -> str:
         except ValueError as e:
             message = str(e)
         assert state_of(plan).digest() == before
+        if rank:
+            plan.model.double()
+        try:
+            plan.save(directory)
+            saved = "no error"
+        except ValueError as e:
+            saved = str(e)
         plan.run(shares(2, 0)[rank])
         assert state_of(plan).digest() != before
-    return message
+    return [message, saved]
 
 
 class Fragile(nn.Module):
@@ -120,9 +131,10 @@ def hung(how: str, ready: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(Endless(), Endless(), nn.Linear(8, 1))
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
-    plan = slidedp.compile(model, "cpu", loss_fn=squared, peer_timeout_s=3.0, peer_absence_s=6.0)
+    plan = slidedp.compile(model, "cpu", loss_fn=squared, peer_timeout_s=3.0)
+    batches = plan.batches(batches_end(batch, 3, hang=how == "loader" and rank == 1))
     for _ in range(3):
-        plan.run(batch)
+        plan.run(next(batches))
     if rank == 1:
         match how:
             case "closes":
@@ -131,7 +143,7 @@ def hung(how: str, ready: str) -> dict[str, Any]:
             case "exits":
                 return {}
             case "loader":
-                next_batch_never_comes()
+                next(batches)
             case "layer":
                 model[1].broken = True
     Path(f"{ready}.{rank}").write_text(str(os.getpid()))
@@ -146,8 +158,47 @@ def hung(how: str, ready: str) -> dict[str, Any]:
     return {"message": message, "waited_s": waited, "trained": bool(torch.isfinite(model[0].linear.weight).all())}
 
 
-def next_batch_never_comes() -> None:
-    threading.Event().wait(20)
+class NeverReady(FileLayer):
+    """A disk of rank 1 that takes nothing."""
+
+    ready = ""
+
+    def write(self, path: Path, save: Any) -> None:
+        self.hold()
+        super().write(path, save)
+
+    def write_at(self, fd: int, data: memoryview, offset: int) -> None:
+        self.hold()
+        super().write_at(fd, data, offset)
+
+    def hold(self) -> None:
+        rank = os.environ["RANK"]
+        Path(f"{self.ready}.{rank}").write_text("")
+        while rank == "1":
+            time.sleep(0.1)
+
+
+def stopped_in_a_save(how: str, directory: str) -> str:
+    """What rank 0 is told when rank 1 has been stopped in the middle of a save, by the test."""
+    rank, _ = start()
+    NeverReady.ready = f"{directory}/ready"
+    with patch("slidedp.plan.FileLayer", NeverReady):
+        try:
+            with slidedp.compile(build(rank), "cpu", peer_timeout_s=3.0) as plan:
+                plan.run(shares(2, 0)[rank])
+                handle = plan.save(f"{directory}/saved", wait=how == "saves")
+                handle.wait()
+        except Exception as e:
+            return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def batches_end(batch: Any, count: int, hang: bool) -> Iterator[Any]:
+    """As many, and then none, or for a long time none."""
+    for _ in range(count):
+        yield batch
+    if hang:
+        threading.Event().wait(60)
 
 
 def end_with_an_open_plan(how: str) -> None:

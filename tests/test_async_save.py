@@ -237,7 +237,13 @@ def test_bad_arguments_begin_nothing(tmp_path):
         with pytest.raises(ValueError, match="JSON"):
             plan.save(tmp_path, wait=False, extra={"x": object()})
         plan.run(lm_batch())
-    assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "file").write_text("not a folder")
+        said = "no checkpoint can be written into .*file/here: Not a directory .*; let this process create and write it, or save"
+        for wait in (True, False):
+            with pytest.raises(CheckpointError, match=said):
+                plan.save(tmp_path / "file/here", wait=wait)
+        plan.run(lm_batch())
 
 
 @pytest.mark.parametrize("heard", ["run", "save", "close", "wait"])

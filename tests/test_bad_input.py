@@ -103,6 +103,12 @@ def test_budgets_that_are_too_small():
         slidedp.compile(PlainGPT(), "cpu", hbm_budget="10 potatoes")
 
 
+def test_an_optimizer_of_torch_is_refused_in_short():
+    model = PlainGPT()
+    with pytest.raises(ValueError, match=r"^optimizer= takes a description, slidedp.AdamW\(lr=1e-5, ...\), not AdamW of torch"):
+        slidedp.compile(model, "cpu", optimizer=torch.optim.AdamW(model.parameters()))
+
+
 def test_plan_of_another_model(tmp_path):
     with slidedp.compile(PlainGPT(), "cpu", example=lm_batch()) as plan:
         plan.dump(tmp_path / "plan.yaml")

@@ -138,6 +138,75 @@ def test_a_rank_that_does_not_come_is_warned_of_then_named():
     assert "data loader" in finding.text
 
 
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_rank_that_hangs_in_its_loader_is_named_once_others_have_their_batch(arrived):
+    job = Job()
+    job.step(4)
+    job.drain(4)
+    for pulse in job.pulses:
+        pulse.load(True)
+    assert job.pass_s(60) is None  # a storage that all wait for
+    job.pulses[0].load(False)
+    if arrived:
+        job.pulses[0].arrive(5)
+    who, second, finding = job.pass_s(20)
+    assert (who, finding.rank, finding.fatal) == (1, 1, True)
+    assert second in (9, 10)
+    assert finding.text.startswith("rank 1 hangs in its data loader, at train.py:1 in main: others have had their batch after st")
+
+
+def test_a_rank_that_hangs_in_its_loader_and_cannot_say_so_is_named_by_the_others():
+    job = Job()
+    job.step(4)
+    job.drain(4)
+    job.pulses[1].load(True)
+    job.pulses[0].arrive(5)
+    job.pass_s(1)
+    job.stopped = {1}  # its watchdog does not look; its process is no stopped one
+    who, second, finding = job.pass_s(20)
+    assert (who, finding.rank, finding.fatal) == (0, 1, True)
+    assert 10 <= second <= 12
+
+
+def test_a_loader_that_is_slow_does_not_hang():
+    """Every batch takes rank 1 nine seconds, after fifty in which it evaluates, and only then is there a next step."""
+    job, seconds, turns = Job(peer_absence_s=500.0), iter(range(10**6)), iter(range(5, 1000))
+    job.step(4)
+    job.drain(4)
+    job.pulses[0].arrive(5)
+    assert job.pass_s(50)[2].fatal is False
+
+    def load():
+        if next(seconds) % 9 == 0:
+            turn = next(turns)
+            job.pulses[1].load(False)
+            job.step(turn)
+            job.drain(turn)
+            job.pulses[0].arrive(turn + 1)
+            job.pulses[1].load(True)
+
+    job.pulses[1].load(True)
+    assert job.pass_s(200, each=load) is None
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_stopped_process_is_missed_only_by_those_who_wait(monkeypatch, saving):
+    monkeypatch.setattr("slidedp.executor.hangs.is_stopped", lambda pid: True)
+    job = Job()
+    job.step(4)
+    job.drain(4)
+    job.pass_s(1)
+    job.stopped = {1}
+    job.pulses[0].saving(saving)
+    found = job.pass_s(30)
+    if saving:
+        assert (found[0], found[2].rank, found[2].fatal) == (0, 1, True)
+        assert 9 <= found[1] <= 11
+        assert "has been stopped for 10 s; a checkpoint was being written or read, after step 4" in found[2].text
+    else:
+        assert found is None
+
+
 def test_a_job_that_was_suspended_as_a_whole_goes_on():
     job = Job()
     job.step(4)
@@ -183,7 +252,7 @@ def wait_for(ranks, condition):
 
 @pytest.mark.parametrize(("how", "said"), [
     ("layer", r"PeerError: rank 1 hangs in step 4: in op fwd\.\w+, at failure_cases.py:\d+ in forward, with nothing done"),
-    ("loader", r"PeerError: rank 1 has not called run, .* since step 3, .* caller's code, at failure_cases.py:\d+ in next_batch"),
+    ("loader", r"PeerError: rank 1 hangs in its data loader, at failure_cases.py:\d+ in batches_end: .* after step 3 for"),
     ("closes", "PeerError: rank 1 has closed its plan after step 3 while rank 0 still waits .* a batch short"),
     ("exits", "PeerError: rank 1 has closed its plan after step 3 while rank 0 still waits"),
 ])  # fmt: skip
@@ -195,8 +264,17 @@ def test_a_rank_that_is_of_no_use_is_named(start_ranks, tmp_path, how, said):
     assert re.search(said, value["message"]), value["message"]
     assert value["waited_s"] < 30
     assert value["trained"]
-    if how == "loader":
-        assert "Waiting up to 6 s for it" in ranks.output(0)
+
+
+@pytest.mark.parametrize("how", ["waits for its save", "saves"])
+def test_a_process_stopped_in_a_save_ends_it(start_ranks, tmp_path, how):
+    """Its disk takes nothing until it has been stopped, so that the save is not complete before."""
+    ranks = start_ranks(failure_cases.stopped_in_a_save, 2, how, str(tmp_path))
+    wait_for(ranks, lambda: all(Path(f"{tmp_path}/ready.{r}").exists() for r in range(2)))
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    wait_for(ranks, lambda: ranks.poll()[0] is not None)
+    message = json.loads((ranks.log_dir / "rank0.json").read_text())
+    assert re.match(r"PeerError: rank 1 hangs: its process \(pid \d+\) has been stopped for", message), message
 
 
 def test_a_stopped_process_stops_the_others(start_ranks, tmp_path):

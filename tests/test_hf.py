@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import runpy
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -128,7 +129,27 @@ def to_longest(features):
     return {key: pad_sequence([f[key] for f in features], batch_first=True, padding_value=fill[key]) for key in fill}
 
 
-@pytest.mark.skipif(not hasattr(slidedp.batch, "micro_batches"), reason="plan.run does not take micro-batches yet")
+def test_ranks_are_told_when_a_batch_is_waited_for(tmp_path, monkeypatch):
+    """But for the first of an epoch, before which workers may start; accelerate is a batch ahead."""
+    told, now = [], []
+
+    @contextmanager
+    def loading(plan):
+        now.append(plan)
+        yield
+        now.clear()
+
+    class Told(list):
+        def __getitem__(self, i):
+            told.append(bool(now))
+            return list.__getitem__(self, i)
+
+    monkeypatch.setattr(slidedp.Plan, "loading", loading)
+    args = arguments(tmp_path, per_device_train_batch_size=2, max_steps=8)
+    trainer(SlideTrainer, LLAMA, args, train_dataset=Told(rows(8))).train()
+    assert told == ([False] * 4 + [True] * 4) * 2
+
+
 def test_gradient_accumulation(tmp_path):
     """Steps of three micro-batches, of the two that are left at an epoch's end, and of rows of other lengths: events too."""
     data = [{key: value[: 10 - i % 5 // 4] for key, value in row.items()} for i, row in enumerate(rows(32))]

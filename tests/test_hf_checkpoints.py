@@ -8,12 +8,12 @@ import shutil
 import pytest
 import torch
 from hf_cases import arguments, bits, differing, dropping, history, rows, train_on_ranks, train_six_steps, trainer, weights
+from test_checkpoint import Killed, KilledFiles
 from tiny_models import family
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import slidedp
-from slidedp.executor.checkpoint_files import FileLayer
 from slidedp.hf import SlideTrainer
 
 pytestmark = pytest.mark.cpu
@@ -140,59 +140,20 @@ def test_a_damaged_one_is_named_and_the_one_before_it_used(uninterrupted, tmp_pa
         trainer(SlideTrainer, dropping(), saving(tmp_path / "elsewhere")).train(resume_from_checkpoint=True)
 
 
-class Killed(BaseException):
-    """Not an Exception: nothing on the way may clean up after it, as after SIGKILL."""
-
-
-class KilledFiles(FileLayer):
-    """Dies before the `at`-th operation; of a sync, what it was to sync is cut in half, as a dead machine may leave it."""
-
-    at, done = 0, 0
-
-    def _tick(self):
-        KilledFiles.done += 1
-        if KilledFiles.done > KilledFiles.at:
-            raise Killed
-
-    def make_directory(self, path):
-        self._tick()
-        super().make_directory(path)
-
-    def write(self, path, write):
-        self._tick()
-        super().write(path, write)
-
-    def sync(self, path):
-        try:
-            self._tick()
-        except Killed:
-            if path.is_file():
-                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-            raise
-
-    def rename(self, source, target):
-        self._tick()
-        super().rename(source, target)
-
-    def remove(self, path):
-        self._tick()
-        super().remove(path)
-
-
 def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
     """One there, a second being saved: Trainer's own search finds the first or the second, with all its files."""
     trained = trainer(SlideTrainer, dropping(), saving(tmp_path / "run", max_steps=2, save_steps=1, save_total_limit=3))
     trained.train()
     run = tmp_path / "run"
-    files = {p.name for p in (run / "checkpoint-1").iterdir()}
-    assert {"manifest.json", "trainer_state.json", "scheduler.pt", "optimizer.pt", "rng_state.pth"} <= files
+    names = {p.name for p in (run / "checkpoint-1").iterdir()}
+    assert {"manifest.json", "trainer_state.json", "scheduler.pt", "optimizer.pt", "rng_state.pth"} <= names
     whole = {n: {f.name: f.read_bytes() for f in (run / f"checkpoint-{n}").iterdir()} for n in (1, 2)}
-    monkeypatch.setattr("slidedp.plan.FileLayer", KilledFiles)
-    monkeypatch.setattr("slidedp.hf_checkpoints.FileLayer", KilledFiles)
     found = []
     for at in range(200):
         shutil.rmtree(run / "checkpoint-2", ignore_errors=True)
-        KilledFiles.at, KilledFiles.done = at, 0
+        files = KilledFiles(at)
+        for user in ("plan", "hf_checkpoints"):
+            monkeypatch.setattr(f"slidedp.{user}.FileLayer", lambda files=files: files)
         try:
             trained._save_checkpoint(trained.model, None)
         except Killed:

@@ -230,7 +230,7 @@ def test_a_resume_that_would_see_other_data_is_refused(tmp_path, tokenizer):
     for changed, message in (
         (StatefulLoader(rows, Split(4, 4), seed=2), "another seed: 1 there, 2 here"),
         (StatefulLoader(other, Split(4, 4), seed=1), "another data"),
-        (StatefulLoader(rows, Split(4, 4), seed=1, shuffle=False), "another shuffle"),
+        (StatefulLoader(rows, Split(4, 4), seed=1, shuffle=False), "another data.shuffle: True there, False here"),
         (StatefulLoader(rows, Split(8, 4, 0, 2), seed=1), "of 4 sequences, this run's of 8.*set global_batch: 4"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -53,6 +53,13 @@ def test_a_batch_may_be_refilled_at_once():
     assert got == want
 
 
+def test_exposed_time_is_that_of_all_compute_of_a_step(monkeypatch):
+    monkeypatch.setattr("slidedp.executor.streams.OpStream.stall_s", lambda stream, op: 0.25)  # of each, see test_streams.py
+    with compiled() as plan:
+        result = plan.run(lm_batch())
+        assert result.exposed_s == 0.25 * plan.ops.count("@gpu")
+
+
 def test_mode_switched_under_a_running_step():
     """Forward and recompute of a step agree, whatever the user's own reference to the model is told meanwhile."""
     model, batches = PlainGPT(dropout=0.5), [lm_batch(seed=i) for i in range(3)]

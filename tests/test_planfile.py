@@ -110,7 +110,7 @@ def test_shared_groups_survive(tmp_path: Path) -> None:
         (lambda c: c.update(colour=1), "unknown key 'colour'"),
         (lambda c: c.pop("plan"), "missing key 'plan'"),
         (lambda c: c.update(format=9), "format: 9 is not one that this version reads (1)"),
-        (lambda c: c["plan"].update(windows=3), "plan: unknown key 'windows'; allowed: window, grad_slots"),
+        (lambda c: c["plan"].update(windows=3), "plan: unknown key 'windows'; closest: 'window'; allowed: window, grad"),
         (lambda c: c["plan"].update(window=0), "plan: window: 0 is less than 1"),
         (lambda c: c["plan"].update(window="3"), "plan: window: expected a whole number, got '3' (str)"),
         (lambda c: c["decisions"]["L00-L03"].update(delivery="wire"), "'wire' is unknown; allowed: replicated, sharded"),
@@ -216,7 +216,7 @@ def test_policy_layers_over_globals() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"windows": 3}, "policy: unknown key 'windows'; allowed: window,"),
+        ({"windows": 3}, "policy: unknown key 'windows'; closest: 'window'; allowed: window,"),
         ({"window": 0}, "policy: window: 0 is less than 1"),
         ({"chunks": "four"}, "policy: delivery_chunks: expected a whole number"),
         ({"act": "sometimes"}, "act: 'sometimes' is unknown; allowed: retain, offload, recompute, selective"),

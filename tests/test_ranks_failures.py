@@ -9,10 +9,13 @@ import torch
 pytestmark = pytest.mark.cpu
 
 
-def test_one_rank_evaluates_where_the_other_trains(run_ranks):
-    messages = [r.value for r in run_ranks(failure_cases.one_evaluates, 2)]
-    assert "rank 1 evaluates" in messages[0]
-    assert "rank 0 trains" in messages[1]
+def test_one_rank_evaluates_where_the_other_trains(run_ranks, tmp_path):
+    zero, one = (r.value for r in run_ranks(failure_cases.one_evaluates, 2, str(tmp_path)))
+    assert "rank 1 evaluates" in zero[0]
+    assert "rank 0 trains" in one[0]
+    assert "rank 1 cannot save: its model's parameters are no longer the plan's" in zero[1]
+    assert "is no longer the plan's (was the model converted or moved" in one[1]
+    assert not list(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])

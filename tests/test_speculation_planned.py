@@ -16,6 +16,7 @@ from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Update
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.memory import candidate_bytes, estimate_memory
+from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import PlanFile
 from slidedp.decide import problem_of
 from slidedp.explanation import explain
@@ -115,6 +116,9 @@ def test_explain_says_what_the_norm_costs():
     for update in ("deferred", "speculative"):
         assert reports[update].norm_us == steps[update] - steps["in_backward"]
     assert reports["deferred"].norm_us > reports["speculative"].norm_us
+    assert reports["deferred"].redone_us == 0
+    assert reports["speculative"].redone_us == pytest.approx(reports["in_backward"].busy_us[Stream.CPU], rel=0.05)
+    assert "and a clipped one by" in " ".join(str(reports["speculative"]).split())
     assert "no group speculates" in " ".join(str(reports["deferred"]).split())
     assert f"{len(plans['speculative'].decisions.groups)} groups speculate" in " ".join(str(reports["speculative"]).split())
     asked = {a.value: a for a in explain(plans["speculative"], "update").alternatives}

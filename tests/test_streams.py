@@ -42,7 +42,8 @@ class FakeDevice:
         self.queue: SimpleQueue = SimpleQueue()
         self.num_waits = 0
         self.fail_next_event: Exception | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         while (work := self.queue.get()) is not None:
@@ -63,6 +64,9 @@ class FakeDevice:
 
     def time_s(self, event: FakeEvent) -> float:
         return event.time_s
+
+    def elapsed_s(self, begin: FakeEvent, end: FakeEvent) -> float:
+        return end.time_s - begin.time_s
 
 
 @pytest.fixture
@@ -284,6 +288,30 @@ def test_trace_times_host_and_device_ops_on_one_clock(streams, devices):
     assert seen["a"][0] is Stream.GPU
     assert t0 <= seen["a"][1] < seen["a"][2] <= seen["b"][1] <= seen["b"][2] <= time.perf_counter()
     assert seen["a"][2] - seen["a"][1] >= 0.015  # time on the device, not of issuing
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_holds_compute_up_is_timed(streams, devices, on_device, monkeypatch):
+    """A copy takes 7 s, and does not end before compute has begun to wait for it."""
+    s, now, begun = streams(devices=devices if on_device else None), [100.0], threading.Event()
+    own = {s.compute._thread, devices[Stream.GPU].thread}
+
+    def clock() -> float:
+        if threading.current_thread() in own:
+            begun.set()
+        return now[0]
+
+    def work() -> None:
+        assert begun.wait(10)
+        now[0] += 7
+
+    free = s.submit(Stream.GPU, lambda: None, need_done=True)
+    assert free.wait_done(10)
+    monkeypatch.setattr(time, "perf_counter", clock)  # what looks at it next is the beginning of the wait
+    copy = s.submit(Stream.H2D, partial(devices[Stream.H2D].launch, work) if on_device else work)
+    held = s.submit(Stream.GPU, lambda: None, [free, copy], need_done=True)
+    assert held.wait_done(10)
+    assert [s.compute.stall_s(t) for t in (free, held)] == [0, 7]
 
 
 def test_close_runs_what_was_submitted_and_is_idempotent(streams):

@@ -85,6 +85,7 @@ def test_what_a_run_leaves(base):
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert [r["lr"] for r in steps[:4]] == pytest.approx([0, 1e-2 / 3, 2e-2 / 3, 1e-2])
     assert steps[-1]["epoch"] > 1, "the test is to see the end of an epoch"
+    assert all(0 <= r["exposed_s"] < r["wall_s"] for r in steps)
     assert min(r["num_tokens"] for r in steps) < max(r["num_tokens"] for r in steps), "and a short batch"
     with (output / "metrics.csv").open() as file:
         assert [float(r["loss"]) for r in csv.DictReader(file) if r["loss"]] == [r["loss"] for r in steps]
@@ -149,10 +150,30 @@ def test_interrupted_anywhere(base, step):
     assert same_bits(weights(output), weights(base / "whole"))
 
 
+def test_accumulated_micro_batches_are_one_batch(base):
+    """Interrupted in mid-epoch, too, whose last step has a micro-batch of rows that do not count: 22 rows, 4 a step."""
+    output, path = base / "parts", config(base, "parts", batch=1, accumulate=4, checkpoint={"every": 10})
+    assert train_cases.run_until(str(path), 9, int(signal.SIGINT)) == 0
+    assert len(figures(output)) < 12
+    assert main(["train", str(path)]) == 0
+    got, want = figures(output), figures(base / "whole")
+    assert [(*f[:2], *f[4:6]) for f in got] == [(*f[:2], *f[4:6]) for f in want], "place in the data, rate and tokens"
+    assert [f[2:4] for f in got[:2]] == [pytest.approx(f[2:4], rel=1e-6) for f in want[:2]], "from the same weights"
+    assert [f[2] or f[6] for f in got] == pytest.approx([f[2] or f[6] for f in want], rel=1e-4)
+
+
 def test_a_finished_run_is_not_run_again(base, capsys):
-    before = figures(base / "whole")
-    assert main(["train", str(config(base, "whole", checkpoint={"every": 10}))]) == 0
-    assert "going on from" in capsys.readouterr().out
+    """And its model is not loaded; but for one that has been stopped before its model was written."""
+    before, output = figures(base / "whole"), base / "whole"
+    path = str(config(base, "whole", checkpoint={"every": 10}))
+    assert main(["train", path]) == 0
+    said = capsys.readouterr().out
+    assert f"step 20 of 20 is done, and {output / 'model'} written: there is nothing left to do" in said
+    assert "loading" not in said
+    (output / "model/slidedp.json").write_text('{"step": 10}')
+    assert main(["train", path]) == 0
+    assert f"going on from {output / 'checkpoints/step-00000020'}" in capsys.readouterr().out
+    assert json.loads((output / "model/slidedp.json").read_text()) == {"step": 20}
     assert figures(base / "whole") == before
 
 
@@ -163,8 +184,13 @@ def test_a_finished_run_is_not_run_again(base, capsys):
         ({"resume": "whole/checkpoints/step-00000010"}, "is of step 10, but .* up to step 20"),
         ({"seed": 6}, "another seed: 5 there, 6 here"),
         ({"batch": 2}, "of 4 sequences, this run's of 2 .*set global_batch: 4"),
+        ({"data": {"train": "train.txt", "heldout": "heldout.txt", "seq": 32}}, "another data.seq: 24 there, 32 here; put it"),
+        ({"data": {"train": "heldout.txt", "heldout": "heldout.txt", "seq": 24}}, "another data .its files, tokenizer or"),
+        ({"model": "bare"}, "model .*bare: there is no tokenizer in it .tokenizer.json, .*save_pretrained"),
         ({"model": "nowhere"}, "model .*nowhere: expected a GGUF file, or a directory"),
         ({"schedule": {"name": "triangle"}}, "schedule.name: 'triangle' is unknown; allowed: linear, cosine"),
+        ({"schedule": {"name": "cosin"}}, "schedule.name: 'cosin' is unknown; closest: 'cosine'; allowed: linear"),
+        ({"data": {"train": "train.txt", "packing": "concatt"}, "evaluate_every": None}, "'concatt' is unknown; closest: 'conc"),
         ({"schedule": {"name": "cosine", "options": {"wobble": 1}}}, "schedule.options: cosine does not take them"),
         ({"log": {"tensorboard": True}}, "tensorboard is not installed; pip install tensorboard"),
         ({"data": {"train": "none.txt"}, "evaluate_every": None}, "none.txt: cannot be read"),
@@ -261,6 +287,17 @@ def test_a_rank_that_dies_is_named_though_a_signal_comes_too(base, start_ranks, 
     assert not complete(base / f"dead{every}/checkpoints")
 
 
+def test_a_rank_that_hangs_in_its_loader_stops_the_others(base, start_ranks):
+    plan = {"hw": "cpu", "update_kernel": "torch", "device": "cpu", "peer_timeout_s": 4}
+    ranks = start_ranks(train_cases.hang_in_loader, 2, str(config(base, "hung", batch=2, plan=plan)), 3)
+    deadline = time.monotonic() + 60
+    while ranks.poll()[0] is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ranks.poll()[1] is None, "still in its loader"
+    assert "error (rank 0): rank 1 hangs in its data loader, at train_cases.py:" in ranks.output(0)
+    assert "others have had their batch after step 2 for" in ranks.output(0)
+
+
 # ---- parts ----
 
 
@@ -296,3 +333,33 @@ def test_a_resumed_run_records_no_step_twice(tmp_path):
     with (tmp_path / "metrics.csv").open() as file:
         assert [r["loss"] for r in csv.DictReader(file)] == ["1.0", "2.0", "30.0"]
     assert want_tensorboard(False) is False
+
+
+def test_tensorboard_gets_what_there_is_of_each_step(tmp_path, monkeypatch):
+    written = []
+
+    class Board:
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setattr("slidedp.metrics.find_spec", lambda name: name)
+    monkeypatch.setattr("slidedp.metrics.open_tensorboard", lambda folder, done: written.append((folder.name, done)) or Board())
+    metrics = Metrics(tmp_path, done=2)
+    metrics.write({"step": 3, "loss": 2.5, "grad_norm": None, "exposed_s": 0.0, "skipped": False})
+    metrics.write({"step": 3, "eval_loss": 2.25})
+    metrics.close()
+    assert written == [("tensorboard", 2), ("train/loss", 2.5, 3), ("train/exposed_s", 0.0, 3), ("eval/loss", 2.25, 3), "closed"]
+
+
+def test_tensorboard_shows_no_step_twice(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError)
+    for done, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        metrics = Metrics(tmp_path, done=done)
+        for step in steps:
+            metrics.write({"step": step, "loss": float(10 * done + step)})
+        metrics.close()
+    reader = reading.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in reader.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]

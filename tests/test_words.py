@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from slidedp.executor.liveness import Watchdog, is_alive, process_start_time
+from slidedp.executor.meetings import Meetings
 from slidedp.executor.segment import SharedSegment
 from slidedp.executor.tickets import Ticket
-from slidedp.executor.words import LEFT, LOSS_DEPTH, AbortReason, PeerError, Words, WordsLayout
+from slidedp.executor.words import LEFT, LOSS_DEPTH, AbortReason, Board, PeerError, Words, WordsLayout
 
 pytestmark = pytest.mark.cpu
 
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.cpu
 class SlowReader(Words):
     """Dawdles between seeing that everything is there and reading it."""
 
-    def _poll(self, ready, check):
-        super()._poll(ready, check)
+    def _poll(self, ready, check, **options):
+        super()._poll(ready, check, **options)
         time.sleep(2e-3)
 
 
@@ -90,6 +91,39 @@ def test_exchanges_back_to_back_with_one_slow_reader(make_ranks):
 
     for seen in in_threads(ranks, run):
         assert [[g[0] for g in got] for got in seen] == [[step, step + 1] for step in range(50)]
+
+
+def test_meetings_carry_lists_and_bytes_of_any_length_beside_the_steps(make_ranks):
+    ranks = make_ranks(2)
+    ranks[0].__class__ = SlowReader
+
+    def run(words):
+        out = []
+        for board in (Board.SAVE, Board.STEP, Board.SAVE):
+            meetings = Meetings(words, board, lambda: None, lambda e: e)
+            out.append((meetings.gather_ints([words.rank * 100 + i for i in range(19)]), meetings.exchange_ints([words.rank]),
+                        meetings.broadcast_bytes(b"" if words.rank else b"x" * 77), meetings.barrier()))  # fmt: skip
+            assert words.exchange(len(out), [7]) == [[7] + [0] * 7] * 2
+        return out
+
+    want = ([list(range(19)), list(range(100, 119))], [0], b"x" * 77, None)
+    assert in_threads(ranks, run) == [[want] * 3] * 2
+
+
+def test_an_error_of_a_rank_ends_no_meeting_of_a_save(make_ranks):
+    """A rank that has failed may yet write what it has read; one that is gone, which `check` says, will not."""
+    first, second = make_ranks(2)
+    second.abort(1, AbortReason.ERROR, "out of memory")
+    with pytest.raises(PeerError, match="out of memory"):
+        Meetings(first, Board.STEP, lambda: None, lambda e: e).barrier()
+    looks = iter([None, None, PeerError(1, "rank 1 hangs")])
+
+    def check():
+        if error := next(looks):
+            raise error
+
+    with pytest.raises(RuntimeError, match="said of PeerError: rank 1 hangs"):
+        Meetings(first, Board.SAVE, check, lambda e: RuntimeError(f"said of PeerError: {e}")).barrier()
 
 
 def test_a_loss_may_be_read_late_but_not_too_late(make_ranks):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import string
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import yaml
 
 import slidedp
 from slidedp.cli import main
+from slidedp.loader import StatefulLoader
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}|{% endfor %}"
             "{% if add_generation_prompt %}<a>{% endif %}")  # fmt: skip
@@ -40,11 +43,12 @@ def words(seed: int, count: int) -> str:
 
 
 def make_folder(folder: Path, **dropout: float) -> Path:
-    """A folder with a tiny model and its tokenizer, text to train on, and text that is held out."""
+    """A folder with a tiny model and its tokenizer, another model without one, text to train on, and text that is held out."""
     from tiny_models import family  # every family's classes: a rank process needs none of it
 
     model = family("llama", **dropout)
     model.save_pretrained(folder / "model")
+    model.config.save_pretrained(folder / "bare")
     tiny_tokenizer().save_pretrained(folder / "model")
     (folder / "train.txt").write_text("\n".join(words(seed, 12) for seed in range(22)))
     (folder / "heldout.txt").write_text(words(99, 40))
@@ -61,6 +65,19 @@ def config(folder: Path, output: str = "out", **changes: Any) -> Path:
     path = folder / f"{output}.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def hang_in_loader(path: str, step: int) -> int:
+    """`slidedp train`; the batch of `step` never comes to rank 1, or not for a minute."""
+    load, calls = StatefulLoader.batches, itertools.count(1)
+
+    def hanging(loader: StatefulLoader, indices: Any) -> Any:
+        if next(calls) == step and loader.split.rank == 1:
+            threading.Event().wait(60)
+        return load(loader, indices)
+
+    StatefulLoader.batches = hanging  # type: ignore[method-assign]
+    return main(["train", path])
 
 
 def run_until(path: str, step: int, number: int, on_rank: int = 0) -> int:

@@ -1,0 +1,52 @@
+"""What ranks tell one another outside of steps, for a checkpoint say, through shared memory: no wait for a rank that is gone.
+
+A collective of torch.distributed that waits for a process which has been stopped cannot be given up: it would keep ours from
+ending. Meetings are looked at again and again, as all else that waits for ranks is, and end with the error that names the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from slidedp.executor.collectives import SingleRank
+from slidedp.executor.tickets import Aborted
+from slidedp.executor.words import NUM_VALUES, Board, Check, PeerError, Words
+
+
+class Meetings(SingleRank):
+    """Of one thread of each rank, on a `board` of its own. `check`: see :class:`Words`. `cause`: the error to raise for one."""
+
+    def __init__(self, words: Words, board: Board, check: Check, cause: Callable[[BaseException], BaseException]) -> None:
+        self.rank, self.world_size = words.rank, words.world_size
+        self._words, self._board, self._check, self._cause = words, board, check, cause
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        parts = [values[i : i + NUM_VALUES] for i in range(0, max(len(values), 1), NUM_VALUES)]
+        rows: list[list[int]] = [[] for _ in range(self.world_size)]
+        for part in parts:
+            for row, its in zip(rows, self._exchange(part), strict=True):
+                row += its[: len(part)]
+        return rows
+
+    def _exchange(self, values: list[int]) -> list[list[int]]:
+        try:
+            return self._words.exchange(OUTSIDE, values, self._check, self._board)
+        except (PeerError, Aborted) as e:
+            raise self._cause(e) from e
+
+    def exchange_ints(self, values: list[int]) -> list[int]:
+        return self.gather_ints(values)[0]
+
+    def broadcast_bytes(self, data: bytes = b"") -> bytes:
+        (length,) = self.exchange_ints([len(data)])
+        padded = data[:length].ljust(-(-length // 8) * 8, b"\0")
+        return np.array(self.exchange_ints(np.frombuffer(padded, np.int64).tolist()), np.int64).tobytes()[:length]
+
+    def barrier(self) -> None:
+        self.gather_ints([])
+
+
+OUTSIDE = -1
+"""Instead of a step's number: a rank that has come to a step instead has diverged."""
