@@ -71,6 +71,9 @@ class Backend(Protocol):
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
+    def anchor_clock(self) -> None:
+        """Before a recording, with nothing in flight: device times are exact from here on, however long ago the start was."""
+
     def close(self) -> None:
         """Unregisters all host memory. The streams must be closed. Idempotent."""
 
@@ -116,6 +119,9 @@ class CpuBackend:
         torch.set_rng_state(state.cpu)
 
     def drain(self) -> None:
+        pass
+
+    def anchor_clock(self) -> None:
         pass
 
     def close(self) -> None:
