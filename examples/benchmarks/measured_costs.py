@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 import torch
-from models import build, tokens
+from throughput import build, tokens
 
 import slidedp
 from slidedp.compiler.costs import ResolvedCosts

@@ -23,17 +23,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import torch
-from models import build, pss_bytes, tokens
-from peers import compute_times, on
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import slidedp
+from slidedp.presets import PRESETS
 
-GPU = torch.device("cuda")
 ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
 """Keys of a case that are arguments of `slidedp.compile`; the others are its policy."""
 
@@ -48,7 +51,7 @@ def main() -> None:
     reference: dict[int, float] = {}
     if args.reference:
         for batch in args.batch:
-            times = compute_times(model, on(GPU, tokens(batch, args.seq)), args.steps, GPU)
+            times = compute_only(model, batch, args.seq, args.steps)
             report("compute-only+recompute", args, batch, times)
             reference[batch] = statistics.median(times)
     model.to("cpu", torch.float32)
@@ -133,6 +136,55 @@ def parse_arguments() -> argparse.Namespace:
     return p.parse_args()
 
 
+def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any:
+    """Random weights in BF16; on the GPU: seconds instead of minutes. `num_layers`: only so many of the shape's."""
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+    except ImportError:
+        print("no Liger kernels here: both sides run without")
+    config = Qwen3Config(**{k: v for k, v in PRESETS[f"qwen3-{size.lower()}"].items() if k != "model_type"}, use_cache=False)
+    config._attn_implementation = "sdpa"
+    if num_layers is not None:
+        config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(torch.float32)
+    return model.train()
+
+
+def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 151936, (batch, seq))
+    return {"input_ids": ids, "labels": ids}
+
+
+def compute_only(model: Any, batch: int, seq: int, steps: int) -> list[float]:
+    """Seconds of forward and backward with full recompute; gradients are dropped as they come."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    drop: Callable[[torch.Tensor], None] = lambda p: setattr(p, "grad", None)  # noqa: E731
+    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
+    data = {k: v.cuda() for k, v in tokens(batch, seq).items()}
+    times = list(timed(lambda: model(**data).loss.backward(), steps))
+    for hook in hooks:
+        hook.remove()
+    model.gradient_checkpointing_disable()
+    return times
+
+
+def timed(step: Callable[[], object], steps: int) -> Iterator[float]:
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        yield time.perf_counter() - started
+
+
 def report(system: str, args: argparse.Namespace, batch: int, times: list[float], **extra: Any) -> None:
     step = statistics.median(times)
     line = {"system": system, "model": f"Qwen3-{args.size}", "batch": batch, "seq": args.seq, "step_s": round(step, 4),
@@ -140,6 +192,11 @@ def report(system: str, args: argparse.Namespace, batch: int, times: list[float]
             "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2), **extra}
     print(json.dumps(line), flush=True)
+
+
+def pss_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Pss:"))
 
 
 if __name__ == "__main__":
