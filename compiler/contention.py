@@ -32,10 +32,12 @@ from enum import StrEnum
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.ops import Op, OpKind
 from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
+from slidedp.compiler.tables import Load, Quantity
 
 CPU_SHARE = 3.1
 """When host memory is the limit, a rank's update gets this many times the bytes of each of its copies. Measured on one H200:
-with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each."""
+with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each. A profile
+that was measured says what they got on its machine, and of each direction."""
 
 UPDATE_CORES = 0.65
 """The part of the cores that keeps the host's update at full rate, for it waits for memory. Measured on one H200: 8 of 16
@@ -84,6 +86,10 @@ class Contention:
     hw: HardwareProfile
     world_size: int = 1
     num_bytes: Mapping[str, int] = field(default_factory=dict)
+    shares: tuple[float, float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shares", shares_of_memory(self.hw, self.world_size))
 
     def draw(self, op: Op, alone_us: int) -> Draw:
         """What `op` takes from what it shares, if it takes `alone_us` microseconds alone: its bytes, evenly over that time.
@@ -99,9 +105,9 @@ class Contention:
         gbps = num_bytes / alone_us / 1e3
         match op.kind:
             case OpKind.H2D | OpKind.ACT_RELOAD:
-                return self.copy(gbps, Resource.LINK_IN, Resource.ROOT_IN)
+                return self.copy(gbps, self.shares[0], Resource.LINK_IN, Resource.ROOT_IN)
             case OpKind.D2H | OpKind.ACT_OFFLOAD:
-                return self.copy(gbps, Resource.LINK_OUT, Resource.ROOT_OUT)
+                return self.copy(gbps, self.shares[1], Resource.LINK_OUT, Resource.ROOT_OUT)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
                 return self.collective(gbps)
             case OpKind.HOST_CAST:
@@ -114,8 +120,8 @@ class Contention:
             case _:
                 return NOTHING
 
-    def copy(self, gbps: float, *of_direction: Resource) -> Draw:
-        return self.over(dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps), 1 / gbps)
+    def copy(self, gbps: float, share: float, *of_direction: Resource) -> Draw:
+        return self.over(dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps), share / gbps)
 
     def collective(self, gbps: float) -> Draw:
         """`gbps`: what a rank receives; it sends as much."""
@@ -134,10 +140,10 @@ class Contention:
 
     @property
     def cpu_weight(self) -> float:
-        """Copies slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its update is in bytes a
-        second what CPU_SHARE says.
+        """Copies of one direction slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its
+        update is in bytes a second what `shares` say.
         """
-        return CPU_SHARE * self.world_size / (self.hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM)
+        return self.shares[2] * self.world_size / (self.hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM)
 
     def capacity(self, resource: Resource) -> float:
         """In GB/s; of the cores, 1. A profile's rates for all GPUs hold for each of more ranks than it has GPUs, too."""
@@ -159,6 +165,20 @@ class Contention:
                 return 1.0
             case Resource.GPU_LINK:
                 return self.hw.gpu_link_gbps
+
+
+def shares_of_memory(hw: HardwareProfile, world_size: int) -> tuple[float, float, float]:
+    """In what proportion copies to the device, copies from it, and the update of a rank get host memory's bytes when all run.
+
+    As measured; of a profile that was not, copies alike. In the mean of the two directions a copy's share is 1.
+    """
+    down, up, adam = (hw.tables.find(q, Load.BUSY) for q in (Quantity.H2D_GBPS, Quantity.D2H_GBPS, Quantity.CPU_ADAM_GPARAMS))
+    if down is None or up is None or adam is None:
+        return 1.0, 1.0, CPU_SHARE
+    copies = down.points[-1][1], up.points[-1][1]
+    update = max(rate for _, rate in adam.points) * ADAM_BYTES_PER_PARAM / world_size
+    mean = sum(copies) / 2
+    return copies[0] / mean, copies[1] / mean, update / mean
 
 
 def work_us(draws: Iterable[Draw], alone_us: Iterable[int]) -> dict[Resource, float]:

@@ -56,8 +56,8 @@ def measure_hardware(
 ) -> HardwareProfile:
     """This machine, measured: rates, and tables by size, load and threads. Also ``HardwareProfile.measure()``.
 
-    Takes some 10 s and 1 GiB of host memory a rank. Under torchrun it is collective, and the profile is of as many GPUs as
-    there are ranks; what is measured by one rank says nothing of several at once.
+    Takes some 10 s, and host memory of several times its caches (4 GiB or more with a GPU). Under torchrun it is collective, and
+    the profile is of as many GPUs as there are ranks; what is measured by one rank says nothing of several at once.
 
     Args:
         quick: a few seconds, less exact.

@@ -22,7 +22,7 @@ from slidedp.compiler.planyaml import read_decisions, to_text, write_decisions
 from slidedp.compiler.strict import as_mapping, check_keys, content_hash, load_yaml
 from slidedp.version import __version__
 
-SOLVER_VERSION = 2
+SOLVER_VERSION = 3
 """Raised whenever the same problem may get another plan."""
 
 

@@ -15,6 +15,7 @@ from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
 from slidedp.compiler.simulate import simulate
+from slidedp.compiler.tables import Curve, Load, Quantity, Tables
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 
@@ -95,6 +96,19 @@ def test_one_h200() -> None:
     busy = 3.49 * 28
     copies = (160 - busy) / 2
     assert seconds(hw, 1, {OpKind.H2D: copies, OpKind.D2H: copies, OpKind.CPU_UPDATE: busy}) == all_one(3, 0.01)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_measured_profile_says_who_gets_how_much(world_size: int) -> None:
+    """Copies from the device may lose less than those to it: with all three at work, each gets what it got when measured."""
+    busy = {Quantity.H2D_GBPS: ((32 << 20, 25.0),), Quantity.D2H_GBPS: ((32 << 20, 40.0),),
+            Quantity.CPU_ADAM_GPARAMS: ((1, 0.5), (14, 3.3))}  # fmt: skip
+    tables = Tables(tuple(Curve(quantity, Load.BUSY, points) for quantity, points in busy.items()))
+    update = 3.3 * 28 / world_size
+    hw = replace(load_profile("h200x1"), num_gpus=world_size, tables=tables, host_dram_gbps=world_size * (25 + 40 + update))
+    assert seconds(hw, world_size, {OpKind.H2D: 25, OpKind.D2H: 40, OpKind.CPU_UPDATE: update}) == all_one(3, 0.001)
+    alike = replace(hw, tables=Tables())
+    assert seconds(alike, world_size, {OpKind.H2D: 25, OpKind.D2H: 40, OpKind.CPU_UPDATE: update}) != all_one(3, 0.05)
 
 
 def test_four_h200s() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import random
 import sys
 import warnings
@@ -35,8 +36,12 @@ from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.tables import Load, Quantity
 from slidedp.compiler.tracer import trace
+from slidedp.executor.backend import CpuBackend
+from slidedp.executor.collectives import SingleRank
+from slidedp.executor.measure.caches import last_level_cache_bytes
 from slidedp.executor.measure.lab import num_ops, overlapping
-from slidedp.executor.measure.machine import MachineFigures
+from slidedp.executor.measure.machine import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, MachineFigures, state_numel
+from slidedp.executor.measure.rig import STATE_BYTES_PER_PARAM, Rig, enough
 from slidedp.executor.measure.stages import measure_stages
 from slidedp.hardware import detect, load_profile
 from slidedp.progress import progress_bar
@@ -129,6 +134,63 @@ def test_overlap_counts_only_what_ran_beside_the_others():
     apart = {Stream.H2D: [(0, 1)], Stream.CPU: [(2, 3)]}
     assert overlapping(apart) == apart
     assert [num_ops(1.0, s) for s in (10.0, 0.1, 1e-6)] == [4, 10, 200]
+
+
+class Recorder(CpuBackend):
+    """Keeps where the host side of each copy was: its address, and bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def copy(self, dst, src):
+        mine = min(dst, src, key=lambda t: t.untyped_storage().nbytes())  # the device's buffers are of one piece
+        host = src if mine is dst else dst
+        self.seen.append((host.data_ptr(), host.nbytes))
+
+
+def test_copies_walk_through_more_than_the_caches_hold():
+    """As much as is promised lies between two copies of one place, either way, and a task goes on where the last one ended."""
+    sizes = replace(QUICK_CPU, numel=1 << 12, link_bytes=(4096, 8192), caches=3, cache_bytes=last_level_cache_bytes() // 64)
+    numel = enough(sizes.numel, 4096, 1, sizes.caches * sizes.cache_bytes)
+    backend = Recorder()
+    rig = Rig(backend, SingleRank(), numel, 4096, "torch")
+    for make in (rig.to_device, rig.to_host):
+        for _ in range(2):
+            task = make(8192)
+            for _ in range(STATE_BYTES_PER_PARAM * numel // 8192 // 2):
+                task()
+        places = [address for address, _ in backend.seen]
+        assert len(set(places)) == len(places)
+        assert sum(nbytes for _, nbytes in backend.seen) * 1.01 > sizes.caches * sizes.cache_bytes
+        task()
+        assert backend.seen[-1][0] == places[0]
+        backend.seen.clear()
+    rig.close()
+
+
+@pytest.mark.parametrize("sizes", [FULL_CPU, FULL_CUDA, QUICK_CUDA])
+def test_what_is_measured_does_not_fit_the_caches(sizes):
+    one = STATE_BYTES_PER_PARAM * state_numel(sizes, SingleRank())
+    assert one >= sizes.caches * max(last_level_cache_bytes(), sizes.cache_bytes)
+    assert sizes.caches >= 4
+    assert one % (STATE_BYTES_PER_PARAM * sizes.link_bytes[-1] // 2) == 0
+
+
+def test_caches_are_counted_once_and_instructions_not(tmp_path, monkeypatch):
+    cpus = {0: "0-1", 1: "0-1", 2: "2-3"}
+    for cpu, shared in cpus.items():
+        for index, (level, kind, size, of) in enumerate([(1, "Data", "48K", str(cpu)), (1, "Instruction", "64K", str(cpu)),
+                                                         (2, "Unified", "2048K", str(cpu)), (3, "Unified", "32M", shared)]):
+            folder = tmp_path / f"cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", of)):
+                (folder / name).write_text(f"{text}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cpus))
+    assert last_level_cache_bytes(tmp_path) == 64 << 20
+    (tmp_path / "cpu2/cache/index3/size").write_text("lots")
+    assert last_level_cache_bytes(tmp_path) == (32 << 20) + (2 << 20)
+    assert last_level_cache_bytes(tmp_path / "none") == 0
 
 
 # ---- stages ----

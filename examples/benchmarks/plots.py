@@ -4,8 +4,9 @@
     python examples/benchmarks/plots.py roofline log -o roofline.png
     python examples/benchmarks/plots.py budgets log -o budgets.png
 
-``roofline``: compute-only, each case, and the bound of the first case. ``budgets``: one line a batch, of cases that give
-`hbm_budget`. Lines of the log that are not JSON are passed over. Needs matplotlib, which SlideDP itself does not.
+``roofline``: compute-only, each case, the bound of the first case, and whatever else has printed such lines into a log, as the
+baselines do. ``budgets``: one line a batch, of cases that give `hbm_budget`. Lines that are not JSON are passed over. Needs
+matplotlib, which SlideDP itself does not.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def roofline(axes: Any, lines: list[Line]) -> None:
         if not name.startswith("bound") or name in kept:
             style = "k--" if name in kept else "o-"
             axes.plot(*zip(*sorted(of_batch.items()), strict=True), style, label=name)
+    batches = sorted({batch for of_batch in points.values() for batch in of_batch})
     axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, map(str, batches))
     axes.set_xlabel(f"sequences of {lines[0]['seq']} tokens in a batch")
     axes.set_title(lines[0]["model"])
 

@@ -32,10 +32,15 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from copies import copy_gbps
+from device import DEVICE, TINY, peak_gib, reset_peak, synchronize, thin
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import slidedp
 from slidedp.presets import PRESETS
+
+THIN_FROM = 6_000_000_000
+"""Parameters from which on host memory does not hold the model's own weights beside a plan's state."""
 
 ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
 """Keys of a case that are arguments of `slidedp.compile`; the others are its policy."""
@@ -54,7 +59,7 @@ def main() -> None:
             times = compute_only(model, batch, args.seq, args.steps)
             report("compute-only+recompute", args, batch, times)
             reference[batch] = statistics.median(times)
-    model.to("cpu", torch.float32)
+    thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)
     torch.cuda.empty_cache()
     first: dict[int, float] = {}
     for case in cases(args.case):
@@ -63,8 +68,8 @@ def main() -> None:
 
 
 def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
-        first: dict[int, float]) -> None:
-    """One plan. `first`: seconds of a step by batch, of the first case that ran it."""
+        first: dict[int, float]) -> dict[str, Any] | None:
+    """One plan; what was reported, None if it cannot be. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
     gc.collect()
@@ -74,23 +79,25 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                                policy=policy or None, **arguments)
     except ValueError as error:
         print(json.dumps({"system": "slidedp", "batch": batch, "case": case, "error": str(error)}), flush=True)
-        return
+        return None
     with plan:
         started = time.perf_counter()
         plan.run(tokens(batch, args.seq))
         plan.synchronize()
         print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
-        torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
+        reset_peak()  # without what planning took to measure the stages
         results = [plan.run(tokens(batch, args.seq)) for _ in range(args.steps + 1)]
         times = [r.wall_s for r in results][1:]
         step_s, predicted = statistics.median(times), plan.simulate()
-        peak = {"host_gib": round(pss_bytes() / 2**30, 1), "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
+        host_bytes = pss_bytes()
+        peak = {"host_gib": round(host_bytes / 2**30, 1), "host_bytes_per_param": round(host_bytes / num_params(model), 2),
+                "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
         measured = plan.measure(tokens(batch, args.seq) for _ in range(3))
         loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
         bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
         bound = max([reference_s or 0.0, *bounds.values()])
         over_first = step_s / first.setdefault(batch, step_s)
-        report("slidedp", args, batch, times, case=case, **peak, loss=round(results[-1].loss, 3),
+        line = report("slidedp", args, batch, times, case=case, **peak, loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
                to_reference=round(reference_s / step_s, 3) if reference_s else None,
@@ -99,8 +106,9 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                | {"measured": round(measured.exposed_us / 1e6, 3)},
                busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
                        if s in measured.busy_us},  # measured, predicted
-               over_first_case=round(over_first, 4), **clipping(plan))
+               copy_gbps=copy_gbps(plan, measured, predicted), over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
+    return line
 
 
 def clipping(plan: slidedp.Plan) -> dict[str, int]:
@@ -126,17 +134,21 @@ def cases(words: list[str]) -> list[dict[str, Any]]:
 
 def parse_arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--size", default="0.6B", help="0.6B, 1.7B, 4B, 8B")
-    p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
-    p.add_argument("--seq", type=int, default=1024)
-    p.add_argument("--steps", type=int, default=5, help="measured steps; one more warms up")
-    p.add_argument("--no-reference", dest="reference", action="store_false")
-    p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
+    shared_arguments(p)
     p.add_argument("case", nargs="*", help="KEY=VALUE pins and " + ", ".join(ARGUMENTS) + "; '/' begins another case")
     return p.parse_args()
 
 
-def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any:
+def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
+    p.add_argument("--size", default="0.6B", help="0.6B, 1.7B, 4B, 8B; tiny: to try it out without a GPU")
+    p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
+    p.add_argument("--seq", type=int, default=1024)
+    p.add_argument("--steps", type=int, default=steps, help="measured steps; one more warms up")
+    p.add_argument("--no-reference", dest="reference", action="store_false")
+    p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
+
+
+def build(size: str, num_layers: int | None = None, device: str = DEVICE) -> Any:
     """Random weights in BF16; on the GPU: seconds instead of minutes. `num_layers`: only so many of the shape's."""
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
@@ -144,7 +156,8 @@ def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any
         apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
     except ImportError:
         print("no Liger kernels here: both sides run without")
-    config = Qwen3Config(**{k: v for k, v in PRESETS[f"qwen3-{size.lower()}"].items() if k != "model_type"}, use_cache=False)
+    shape = TINY if size == "tiny" else PRESETS[f"qwen3-{size.lower()}"]
+    config = Qwen3Config(**{k: v for k, v in shape.items() if k != "model_type"}, use_cache=False)
     config._attn_implementation = "sdpa"
     if num_layers is not None:
         config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
@@ -157,7 +170,7 @@ def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any
 
 
 def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 151936, (batch, seq))
+    ids = torch.randint(0, 151936 if DEVICE == "cuda" else TINY["vocab_size"], (batch, seq))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -166,7 +179,7 @@ def compute_only(model: Any, batch: int, seq: int, steps: int) -> list[float]:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     drop: Callable[[torch.Tensor], None] = lambda p: setattr(p, "grad", None)  # noqa: E731
     hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
-    data = {k: v.cuda() for k, v in tokens(batch, seq).items()}
+    data = {k: v.to(DEVICE) for k, v in tokens(batch, seq).items()}
     times = list(timed(lambda: model(**data).loss.backward(), steps))
     for hook in hooks:
         hook.remove()
@@ -176,22 +189,25 @@ def compute_only(model: Any, batch: int, seq: int, steps: int) -> list[float]:
 
 def timed(step: Callable[[], object], steps: int) -> Iterator[float]:
     step()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     for _ in range(steps):
-        torch.cuda.synchronize()
+        synchronize()
         started = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        synchronize()
         yield time.perf_counter() - started
 
 
-def report(system: str, args: argparse.Namespace, batch: int, times: list[float], **extra: Any) -> None:
+def report(system: str, args: argparse.Namespace, batch: int, times: list[float], **extra: Any) -> dict[str, Any]:
     step = statistics.median(times)
     line = {"system": system, "model": f"Qwen3-{args.size}", "batch": batch, "seq": args.seq, "step_s": round(step, 4),
-            "tokens_per_s": round(batch * args.seq / step), "times": [round(t, 3) for t in times],
-            "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2), **extra}
+            "tokens_per_s": round(batch * args.seq / step), "times": [round(t, 3) for t in times], **peak_gib(), **extra}
     print(json.dumps(line), flush=True)
+    return line
+
+
+def num_params(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def pss_bytes() -> int:

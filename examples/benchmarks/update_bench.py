@@ -2,6 +2,7 @@
 
     python examples/benchmarks/update_bench.py                     # on the machine to be known; 30 bytes of memory a parameter
     python examples/benchmarks/update_bench.py --params 50 --threads 1,2
+    python examples/benchmarks/update_bench.py --threads 14,16 --baselines ../shared/baselines  # host_limits.py's beside it
 
 One JSON line a measurement:
 
@@ -11,13 +12,20 @@ One JSON line a measurement:
 ``queue``      the same elements in tasks of so many MB of gradient, all ready: by the native queue and by the Python worker.
                `idle_us`: what a task takes beyond its share of `kernel`. `busy`: while another Python thread never rests.
                `alone_us`: from submitting to done of one update of 64 parameters, when nothing else is queued
-``links``      (with a GPU) `kernel`, `reference` and `apart` while both DMA directions copy without pause; GB/s of each
+``links``      (with a GPU) every kernel while both DMA directions copy; GB/s of each. `pace` 0: without pause, so that a kernel
+               that takes more of the memory leaves less for the copies; else at so many GB/s each way, the same beside every
+               kernel: its `ratio`, its time over ours, is the one at equal DMA bytes
+
+`--baselines DIR`: the kernel of DIR/host_limits.py as ``host_limits``, on memory like its own: ordinary pages, pinned where a GPU
+copies.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -76,6 +84,7 @@ def main() -> None:
         state.master[NAME][i : i + (1 << 24)].normal_()
         state.grad[NAME][i : i + (1 << 24)].normal_()
     reference = build_reference(state)
+    baseline = build_baseline(args.baselines, numel) if args.baselines else None
     for threads in args.threads:
         adam = CpuAdam(state, [group], OPTIMIZER, kernel="native", num_threads=threads)
         ours = numbered(lambda step, adam=adam: adam.update(NAME, 0, numel, step))
@@ -86,11 +95,18 @@ def main() -> None:
         apart = numbered(lambda step, adam=adam: adam.update(NAME, 0, numel, step, what=What.SPECULATE))
         mine_s, apart_s = in_turns(ours, apart, args.repeats)
         report("apart", threads, numel, apart_s, ratio=round(mine_s / apart_s, 3))
+        kernels = {"ours": ours, "reference": theirs, "apart": apart}
+        if baseline is not None:
+            kernels["host_limits"] = lambda threads=threads: baseline(threads)
+            mine_s, theirs_s = in_turns(ours, kernels["host_limits"], args.repeats)
+            report("host_limits", threads, numel, theirs_s, ours_gparams=round(numel / mine_s / 1e9, 3),
+                   ratio=round(theirs_s / mine_s, 3))
         if threads in args.queue_threads:
             for megabytes in args.megabytes:
                 measure_queues(adam, state, threads, megabytes, args.repeats)
         if torch.cuda.is_available():
-            links(threads, numel, {"ours": ours, "reference": theirs, "apart": apart}, args.repeats)
+            for pace in args.paces:
+                links(threads, numel, kernels, args.repeats, pace)
     state.close(keep_master=False)
 
 
@@ -104,6 +120,8 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--queue-threads", type=numbers, default=[14], help="those of --threads to measure the queues with")
     p.add_argument("--megabytes", type=numbers, default=[4, 8, 16, 32], help="of BF16 gradient a task")
     p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--paces", type=numbers, default=[0, 20], help="GB/s of each DMA direction beside the kernels; 0: all it can")
+    p.add_argument("--baselines", type=Path, help="a folder with host_limits.py")
     return p.parse_args()
 
 
@@ -139,33 +157,43 @@ def measure_queues(adam: CpuAdam, state: HostState, threads: int, megabytes: int
     streams.close()
 
 
-def links(threads: int, numel: int, kernels: dict[str, Callable[[], object]], repeats: int) -> None:
+def links(threads: int, numel: int, kernels: dict[str, Callable[[], object]], repeats: int, pace: int) -> None:
+    ours_s = 0.0
     for name, run in kernels.items():
-        with both_directions(256 << 20) as moved:
+        with both_directions(2 * numel, pace) as moved:
             while not all(moved):  # until both copy: their memory takes a while to pin
                 run()
             before, began = list(moved), time.perf_counter()
-            seconds = [timed(run) for _ in range(repeats)]
+            seconds = statistics.median([timed(run) for _ in range(repeats)])
             wall_s = time.perf_counter() - began
             h2d, d2h = ((after - b) / wall_s / 1e9 for after, b in zip(moved, before, strict=True))
-        report("links", threads, numel, statistics.median(seconds), kernel=name, h2d_gbps=round(h2d, 1), d2h_gbps=round(d2h, 1))
+        ours_s = ours_s or seconds
+        report("links", threads, numel, seconds, kernel=name, pace=pace, h2d_gbps=round(h2d, 1), d2h_gbps=round(d2h, 1),
+               ratio=round(seconds / ours_s, 3))
 
 
 @contextmanager
-def both_directions(nbytes: int) -> Iterator[list[int]]:
-    """Copies between host and GPU, both ways, until the block ends. Yields the bytes moved so far, up and down."""
+def both_directions(nbytes: int, pace: int, piece: int = 32 << 20) -> Iterator[list[int]]:
+    """Copies between host and GPU, both ways, piece by piece through `nbytes` of host memory, until the block ends: more than a
+    cache holds. `pace`: GB/s of each way; 0: as fast as they go. Yields the bytes moved so far, up and down.
+    """
     moved, stop = [0, 0], threading.Event()
 
     def copy(way: int) -> None:
-        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        device = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        parts = torch.zeros(nbytes // piece * piece or nbytes, dtype=torch.uint8, pin_memory=True).split(piece)
+        device = torch.zeros_like(parts[0], device="cuda")
+        begun = time.perf_counter()
         with torch.cuda.stream(torch.cuda.Stream()):
-            while not stop.is_set():
+            for host in itertools.cycle(parts):
+                if stop.is_set():
+                    return
                 done = torch.cuda.Event(blocking=True)
                 (device.copy_(host, non_blocking=True) if way == 0 else host.copy_(device, non_blocking=True))
                 done.record()
                 done.synchronize()
-                moved[way] += nbytes
+                moved[way] += len(host)
+                if pace:
+                    stop.wait(begun + moved[way] / (pace * 1e9) - time.perf_counter())
 
     threads = [threading.Thread(target=copy, args=(way,)) for way in (0, 1)]
     for thread in threads:
@@ -203,15 +231,39 @@ def nothing() -> Iterator[None]:
 
 def build_reference(state: HostState) -> Callable[[int], None]:
     """A function of the number of threads."""
-    folder = Path(tempfile.mkdtemp(prefix="slidedp-reference-"))
-    (folder / "adamw.cpp").write_text(REFERENCE)
-    flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
-    subprocess.check_call(["g++", *flags, str(folder / "adamw.cpp"), "-o", str(folder / "adamw.so")])
-    library = ctypes.CDLL(str(folder / "adamw.so"))
+    kernel = compiled(REFERENCE)
     buffers = (state.master, state.exp_avg, state.exp_avg_sq, state.grad, state.shadow)
     pointers = [ctypes.c_void_p(b[NAME].data_ptr()) for b in buffers]
     floats = [ctypes.c_float(x) for x in (OPTIMIZER.lr, *OPTIMIZER.betas, OPTIMIZER.eps, OPTIMIZER.weight_decay, 1e-4, 4.0)]
-    return lambda threads: library.adamw(*pointers, ctypes.c_int64(state.grad[NAME].numel()), *floats, threads)
+    return lambda threads: kernel(*pointers, ctypes.c_int64(state.grad[NAME].numel()), *floats, threads)
+
+
+def build_baseline(folder: Path, numel: int) -> Callable[[int], None]:
+    """The kernel that host_limits.py measures, on memory as it makes it; a function of the number of threads."""
+    spec = importlib.util.spec_from_file_location("host_limits", folder / "host_limits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    kernel, cuda = compiled(module.SOURCE), torch.cuda.is_available()
+    tensors = [torch.randn(numel), torch.zeros(numel), torch.zeros(numel), torch.randn(numel).bfloat16(),
+               torch.empty(numel, dtype=torch.bfloat16)]
+    tensors[3:] = [t.pin_memory() if cuda else t for t in tensors[3:]]
+
+    def run(threads: int) -> None:
+        floats = (1e-5, 0.9, 0.95, 1e-8, 0.1, 10.0, 4.0)
+        kernel(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), ctypes.c_int64(numel), *map(ctypes.c_float, floats), threads)
+
+    return run
+
+
+def compiled(source: str) -> Callable[..., None]:
+    """The function `adamw` of C++ `source`."""
+    folder = Path(tempfile.mkdtemp(prefix="slidedp-reference-"))
+    (folder / "adamw.cpp").write_text(source)
+    flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC"]
+    subprocess.check_call(["g++", *flags, str(folder / "adamw.cpp"), "-o", str(folder / "adamw.so")])
+    kernel: Callable[..., None] = ctypes.CDLL(str(folder / "adamw.so")).adamw
+    return kernel
 
 
 def numbered(run: Callable[[int], object]) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
     lab.py        ops kept running on several streams at once, each timed as `Plan.measure` times it
     rig.py        a host state of one group, and device buffers: what there is to copy, cast and update
+    caches.py     how large the last-level caches are: what is walked through is several times as large
     links.py      copies by size: each direction alone, both at once, one rank and all
     host.py       cast and update, by threads, alone and beside the copies; what a task costs the host
     compute.py    matrix products, device memory, the fixed cost of an op on the device

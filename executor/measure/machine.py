@@ -14,12 +14,13 @@ from slidedp.compiler.tables import Curve, Load, Quantity, Tables
 from slidedp.executor.backend import open_backend
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.kernels import Kernel
+from slidedp.executor.measure.caches import last_level_cache_bytes
 from slidedp.executor.measure.compute import measure_hbm_gbps, measure_launch_us, measure_tflops
 from slidedp.executor.measure.host import measure_cast, measure_task_us, measure_update, thread_counts
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.measure.links import measure_links
 from slidedp.executor.measure.peers import measure_peers
-from slidedp.executor.measure.rig import Rig
+from slidedp.executor.measure.rig import Rig, enough
 from slidedp.executor.options import update_threads
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -30,9 +31,15 @@ Report = Callable[[str, int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured. `budget_s`: of one experiment; `numel`: parameters of a rank; `link_bytes`: of copies."""
+    """How much is measured. `budget_s`: of one experiment; `numel`: parameters of a rank, at least; `link_bytes`: of copies.
+
+    All state together is at least `caches` times the host's last-level caches, which are taken to have `cache_bytes` or more: a
+    virtual machine may say less than there is.
+    """
 
     budget_s: float
+    caches: int
+    cache_bytes: int
     numel: int
     link_bytes: tuple[int, ...]
     matmul_bf16: int
@@ -40,10 +47,10 @@ class Sizes:
     hbm_bytes: int
 
 
-FULL_CUDA = Sizes(0.15, 1 << 26, (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB), 8192, 8192, 1 << 30)
-QUICK_CUDA = Sizes(0.03, 1 << 24, (64 * KIB, MIB, 16 * MIB), 8192, 4096, 1 << 28)
-FULL_CPU = Sizes(0.15, 1 << 23, (64 * KIB, 256 * KIB, MIB, 4 * MIB), 512, 1024, 32 * MIB)
-QUICK_CPU = Sizes(0.01, 1 << 21, (64 * KIB, MIB), 256, 256, 8 * MIB)
+FULL_CUDA = Sizes(0.15, 8, 512 * MIB, 1 << 26, (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB), 8192, 8192, 1 << 30)
+QUICK_CUDA = Sizes(0.03, 4, 256 * MIB, 1 << 24, (64 * KIB, MIB, 16 * MIB), 8192, 4096, 1 << 28)
+FULL_CPU = Sizes(0.15, 8, 0, 1 << 23, (64 * KIB, 256 * KIB, MIB, 4 * MIB), 512, 1024, 32 * MIB)
+QUICK_CPU = Sizes(0.01, 2, 0, 1 << 21, (64 * KIB, MIB), 256, 256, 8 * MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ def measure_machine(
     curves: list[Curve] = []
     rates: dict[str, float] = {}
     with closing(open_backend(device)) as backend, closing(Lab(backend, collectives, sizes.budget_s)) as lab:
-        rig = Rig(backend, collectives, sizes.numel, largest // 2, kernel)
+        rig = Rig(backend, collectives, state_numel(sizes, collectives), largest // 2, kernel)
         steps: list[tuple[str, Callable[[], object]]] = [
             ("links", lambda: curves.extend(measure_links(lab, rig, sizes.link_bytes))),
             ("update", lambda: curves.extend(
@@ -108,6 +115,13 @@ def measure_machine(
     return MachineFigures({key: float(f"{value:.4g}") for key, value in found.items()}, tables)
 
 
+def state_numel(sizes: Sizes, collectives: Collectives) -> int:
+    """Parameters of each rank's part, rank 0 having looked at the caches."""
+    caches = max(sizes.cache_bytes, last_level_cache_bytes())
+    (num_bytes,) = collectives.exchange_ints([sizes.caches * caches])
+    return enough(sizes.numel, sizes.link_bytes[-1] // 2, collectives.world_size, num_bytes)
+
+
 def link_rates(tables: Tables) -> dict[str, float]:
     """The profile's scalar rates of links and collectives: those of the largest size."""
 
@@ -137,7 +151,10 @@ def link_rates(tables: Tables) -> dict[str, float]:
 
 
 def host_rates(tables: Tables, world_size: int, threads: int, crossings: int) -> dict[str, float]:
-    """Update, cast, and the most host memory traffic (10^9 B/s) that any experiment has seen. `threads`: of a rank's update."""
+    """Update, cast, and the most host memory traffic (10^9 B/s) that any experiment has seen. `threads`: of a rank's update.
+
+    What a cast writes, a small staging buffer, stays in the cache: only the 4 bytes that it reads count.
+    """
 
     def best(quantity: Quantity, *loads: Load) -> float:
         curve = tables.find(quantity, *loads)
@@ -150,7 +167,7 @@ def host_rates(tables: Tables, world_size: int, threads: int, crossings: int) ->
     busy = tables.find(adam, Load.BUSY)
     beside = busy.rate(threads * world_size) if busy else 0.0
     cast, cast_all = best(Quantity.CAST_GBPS, Load.ALONE), best(Quantity.CAST_GBPS, Load.ALL, Load.ALONE) * world_size
-    traffic = (best(adam, Load.ALONE) * ADAM_BYTES_PER_PARAM, both_ways(Load.DUPLEX), 3 * cast_all,
+    traffic = (best(adam, Load.ALONE) * ADAM_BYTES_PER_PARAM, both_ways(Load.DUPLEX), 2 * cast_all,
                beside * ADAM_BYTES_PER_PARAM + both_ways(Load.BUSY))
     return {"cpu_adam_gparams": best(adam, Load.ALONE), "cast_gbps": cast, "cast_total_gbps": cast_all,
             "host_dram_gbps": max(traffic)}

@@ -1,12 +1,14 @@
 """What there is to copy, cast and update: a host state of one group, shared by the ranks and registered as in a plan.
 
-Every op walks through its rank's part of the state, piece by piece, so that no cache serves it twice.
+A cache must serve none of it: hosts have some hundred MB, which keep what soon comes back. So the state is several times as
+large (:func:`enough`); updates walk through all of it, and so do copies, either way and whatever a buffer is for otherwise; and
+each goes on where the one before it left off. It is allocated as a plan's is, hence on the same memory nodes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +26,31 @@ GROUP = "bench"
 BF16 = torch.bfloat16
 
 
+STATE_BYTES_PER_PARAM = 16
+"""FP32 master and moments, BF16 shadow and gradient."""
+
+
+def enough(numel: int, piece: int, world_size: int, num_bytes: int) -> int:
+    """Parameters of each rank, `numel` or more, whole pieces, so that the state of all ranks has `num_bytes`."""
+    return -(-max(numel, -(-num_bytes // (STATE_BYTES_PER_PARAM * world_size))) // piece) * piece
+
+
+@dataclass(slots=True)
+class Walk:
+    """Pieces of some ranges of elements, one after the other, then from the start again."""
+
+    sizes: Sequence[int]
+    index: int = 0
+    at: int = 0
+
+    def step(self, numel: int) -> tuple[int, int]:
+        """(which range, where in it) the next `numel` elements are."""
+        if self.at + numel > self.sizes[self.index]:
+            self.index, self.at = (self.index + 1) % len(self.sizes), 0
+        at, self.at = self.at, self.at + numel
+        return self.index, at
+
+
 class Rig:
     """`numel`: parameters of each rank's part; `piece`: of one op. Construction is collective. Close the lab first."""
 
@@ -38,64 +65,65 @@ class Rig:
         self.state = HostState(
             self.groups, Decisions({GROUP: GroupDecision()}), rank=self.rank, world_size=self.world_size, compute_dtype=BF16,
             grad_dtype=BF16, num_words=1, exchange=collectives.exchange_ints, barrier=collectives.barrier)  # fmt: skip
-        for buffer in self.state.dma_buffers():
-            backend.register(buffer)
-        random = torch.Generator().manual_seed(self.rank)  # our own: the user's generators are not touched
-        noise = torch.randn(1 << 16, generator=random)
-        for tensor in (self.state.master, self.state.exp_avg, self.state.exp_avg_sq, self.state.shadow, self.state.grad):
-            for lo in range(self._lo, self._hi, noise.numel()):
-                part = tensor[GROUP][lo : min(lo + noise.numel(), self._hi)]
-                part.copy_(noise[: part.numel()].abs() * 1e-3)
+        state, part = self.state, slice(self._lo, self._hi)
+        tensors = [buffer[GROUP] for buffer in (state.shadow, state.grad, state.master, state.exp_avg, state.exp_avg_sq)]
+        noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(self.rank)).abs() * 1e-3
+        for tensor in tensors:
+            backend.register(tensor)
+            for to in tensor[part].split(noise.numel()):
+                to.copy_(noise[: to.numel()])
+        self._memory = [tensor[part].view(BF16) for tensor in tensors]
+        sizes = [memory.numel() for memory in self._memory]
+        self._up, self._down = Walk(sizes), Walk(sizes, len(sizes) - 1)
+        self._masters, self._updates = Walk([numel]), Walk([numel])
         self.device_weights, self.device_grads = (backend.empty(piece, BF16) for _ in range(2))
         self.device_weights.zero_()
         self.device_grads.zero_()  # it is copied to where updates read, which stop at a NaN
         self.staging = backend.pinned(piece, BF16)
         backend.fence_caller()
 
-    def pieces(self, numel: int) -> Iterator[tuple[int, int]]:
-        """`[lo, hi)` of this rank's part, `numel` elements at a time, over and over."""
-        assert numel <= self.piece, (numel, self.piece)
-        return itertools.cycle([(lo, lo + numel) for lo in range(self._lo, self._hi - numel + 1, numel)])
-
     def to_device(self, num_bytes: int) -> Task:
         numel, copy = num_bytes // BF16.itemsize, self.backend.copy
-        pieces, source, target = self.pieces(numel), self.state.shadow[GROUP], self.device_weights[:numel]
+        target = self.device_weights[:numel]
 
         def task() -> None:
-            lo, hi = next(pieces)
-            copy(target, source[lo:hi])
+            copy(target, self._next(self._up, numel))
 
         return task
 
     def to_host(self, num_bytes: int) -> Task:
         numel, copy = num_bytes // BF16.itemsize, self.backend.copy
-        pieces, source, target = self.pieces(numel), self.device_grads[:numel], self.state.grad[GROUP]
+        source = self.device_grads[:numel]
 
         def task() -> None:
-            lo, hi = next(pieces)
-            copy(target[lo:hi], source)
+            copy(self._next(self._down, numel), source)
 
         return task
+
+    def _next(self, walk: Walk, numel: int) -> torch.Tensor:
+        index, at = walk.step(numel)
+        return self._memory[index][at : at + numel]
 
     def cast(self, num_bytes: int, num_threads: int) -> Task:
         """`num_bytes`: of BF16, written."""
         numel = num_bytes // BF16.itemsize
-        pieces, kernels = self.pieces(numel), HostKernels(self.kernel, num_threads, quiet=True)
-        source, target = self.state.master[GROUP], self.staging[:numel]
+        kernels = HostKernels(self.kernel, num_threads, quiet=True)
+        source, target = self.state.master[GROUP][self._lo : self._hi], self.staging[:numel]
 
         def task() -> None:
-            lo, hi = next(pieces)
-            kernels.cast(source[lo:hi], target)
+            _, at = self._masters.step(numel)
+            kernels.cast(source[at : at + numel], target)
 
         return task
 
     def update(self, num_threads: int, numel: int | None = None) -> Task:
         """AdamW on `numel` parameters (default: a piece) by `num_threads` threads of this rank."""
-        pieces = self.pieces(numel or self.piece)
+        count = numel or self.piece
         adam = CpuAdam(self.state, self.groups, AdamW(), kernel=self.kernel, num_threads=num_threads)
 
         def task() -> None:
-            adam.update(GROUP, *next(pieces), 1)
+            lo = self._lo + self._updates.step(count)[1]
+            adam.update(GROUP, lo, lo + count, 1)
 
         return task
 
