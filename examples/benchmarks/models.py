@@ -1,6 +1,5 @@
-"""Random Qwen3 shapes for the benchmarks, on a GPU, or as parameters that take no memory until a plan has its own.
+"""Plans of random Qwen3 shapes, on one rank or several, of which none ever holds a second copy of the weights.
 
-    build   weights in BF16 where asked for: a reference that computes with them
     hollow  no weights yet: for a plan whose host state leaves no room for a second copy
     fill    random weights into the parameters of such a plan, each rank its part
     open_plan   a plan of such a model, filled
@@ -11,19 +10,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 import torch.distributed as dist
+from device import TINY
+from throughput import build
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 import slidedp
 from slidedp.presets import PRESETS
-
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 4096, "tie_word_embeddings": False}  # fmt: skip
-"""The size `tiny`: what a benchmark is tried out with on a CPU."""
 
 PIECE = 1 << 26
 """Elements drawn on the GPU at a time: 256 MiB beside whatever the plan has there."""
@@ -31,34 +25,8 @@ PIECE = 1 << 26
 
 def shape_of(size: str) -> dict[str, Any]:
     """Arguments of a Qwen3Config: `tiny`, or a preset's (0.6B to 32B)."""
-    if size == "tiny":
-        return dict(TINY)
-    name = f"qwen3-{size.lower()}"
-    if name not in PRESETS:
-        raise SystemExit(f"size {size}: there is tiny, " + ", ".join(p[6:].upper() for p in PRESETS if p.startswith("qwen3-")))
-    return {key: value for key, value in PRESETS[name].items() if key != "model_type"}
-
-
-def build(size: str, num_layers: int | None = None, device: str = "cuda", *, dtype: torch.dtype = torch.bfloat16,
-          fused_loss: bool = False) -> Any:
-    """Random weights; on a GPU in seconds. `num_layers`: only so many of the shape's. `fused_loss`: Liger's, if it is here."""
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-
-        apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False,
-                                    fused_linear_cross_entropy=fused_loss)
-    except ImportError:
-        print("no Liger kernels here: all sides run without", flush=True)
-    config = Qwen3Config(**shape_of(size), use_cache=False)
-    config._attn_implementation = "sdpa"
-    if num_layers is not None:
-        config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config)
-    torch.set_default_dtype(torch.float32)
-    return model.train()
+    shape = TINY if size == "tiny" else PRESETS[f"qwen3-{size.lower()}"]
+    return {key: value for key, value in shape.items() if key != "model_type"}
 
 
 def hollow(size: str, rank: int, num_layers: int | None = None) -> Any:
@@ -112,9 +80,3 @@ def tokens(batch: int, seq: int, size: str = "", generator: torch.Generator | No
     """Random ones, which are their own labels. `size`: of the model, where it may be `tiny`."""
     ids = torch.randint(0, TINY["vocab_size"] if size == "tiny" else 151936, (batch, seq), generator=generator)
     return {"input_ids": ids, "labels": ids}
-
-
-def pss_bytes() -> int:
-    """This process's host memory, what it shares with others in equal parts."""
-    with open("/proc/self/smaps_rollup") as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Pss:"))

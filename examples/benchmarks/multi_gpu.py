@@ -31,8 +31,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic pro
 import peers
 import torch
 import torch.distributed as dist
-from models import build, open_plan, tokens
+from models import open_plan, tokens
 from processes import run_ranks, this_rank
+from throughput import build
 from torch import Tensor
 from verdicts import correct, named, scaled
 

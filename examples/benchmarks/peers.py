@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import build, pss_bytes, renew_buffers, shape_of, tokens
+from models import renew_buffers, shape_of, tokens
+from throughput import build, pss_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models import TINY
+from device import TINY
 
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.memory import MemoryReport
