@@ -89,3 +89,27 @@ def test_datapaths_of_multi_gpu_give_identical_bits(run_ranks: RunRanks, capsys:
     assert correct(cases, Namespace(gpus=[2]))
     assert "4 datapaths, identical bits" in capsys.readouterr().out
     assert not correct([*cases[1:], cases[0] | {"digest": "00000000"}], Namespace(gpus=[2]))
+
+
+def test_a_peers_script_learns_sizes_and_may_give_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One result, then the script's last word, as the baselines' `resident.py` has it."""
+    import peers
+
+    (tmp_path / "common.py").write_text('SIZES = {"4B": {}}')
+    (tmp_path / "resident.py").write_text("""
+import json, sys
+from common import SIZES
+_, _, size, _, batches, *_ = sys.argv
+print(json.dumps({"system": "alone", "batch": int(batches.split(",")[0]), "step_s": 1.0, "times": [1.0],
+                  "tokens_per_s": SIZES[size]["hidden_size"], "peak_hbm_gib": 2.0}))
+print("out of memory at batch 64")
+""")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    found = peers.script(tmp_path, "resident.py", "14B", (16, 64), 1024)
+    first = next(found)
+    assert (first["batch"], first["tokens_per_s_per_gpu"]) == (16, 5120)
+    with pytest.raises(RuntimeError, match=r"resident.py: out of memory at batch 64"):
+        next(found)
+    monkeypatch.delitem(sys.modules, "common")

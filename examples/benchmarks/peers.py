@@ -84,8 +84,11 @@ def fsdp2(size: str, batches: Sequence[int], seq: int, steps: int, device: torch
         yield facts("fsdp2-cpu-offload" if offload else "fsdp2", batch, seq, times, device, world)
 
 
-def script(folder: Path, name: str, size: str, batches: Sequence[int], seq: int, *options: str) -> list[Result]:
-    """`folder`/`name` as a program, in this process: what it has printed as JSON. It knows every size that we do."""
+def script(folder: Path, name: str, size: str, batches: Sequence[int], seq: int, *options: str) -> Iterator[Result]:
+    """`folder`/`name` as a program, in this process: what it has printed as JSON. It knows every size that we do.
+
+    Raises RuntimeError, after what there is, if it has not printed a line for each batch.
+    """
     sys.path.insert(0, str(folder))
     sizes = __import__("common").SIZES
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
@@ -95,10 +98,12 @@ def script(folder: Path, name: str, size: str, batches: Sequence[int], seq: int,
     with contextlib.redirect_stdout(output):
         runpy.run_path(str(folder / name), run_name="__main__")
     found = [json.loads(line) for line in output.getvalue().splitlines() if line.startswith("{")]
+    for r in found:
+        yield {"system": r["system"], "batch": r["batch"], "step_s": r["step_s"], "times": r["times"],
+               "tokens_per_s_per_gpu": r["tokens_per_s"], "allocated_gib": r["peak_hbm_gib"]}
     if len(found) < len(batches):
-        raise RuntimeError(f"{name}: {output.getvalue().strip() or 'it has printed nothing'}")
-    return [{"system": r["system"], "batch": r["batch"], "step_s": r["step_s"], "times": r["times"],
-             "tokens_per_s_per_gpu": r["tokens_per_s"], "allocated_gib": r["peak_hbm_gib"]} for r in found]  # fmt: skip
+        said = [line for line in output.getvalue().splitlines() if not line.startswith("{")]
+        raise RuntimeError(f"{name}: {said[-1] if said else 'it has not said why'}")
 
 
 # ---- shared ----
