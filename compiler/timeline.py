@@ -68,6 +68,9 @@ class Timeline:
     the order of its ops. Without contention, empty."""
     steady: bool = True
     """False if the period still changed when the simulation gave up waiting for it to settle."""
+    peer_wait_us: int = 0
+    """Of a measured step of several ranks: microseconds in which collectives waited for the last rank to begin them. This is
+    no part of `busy_us`, though the stream could do nothing else; skew between ranks is not predicted."""
 
     @property
     def utilisation(self) -> dict[Stream, float]:
@@ -108,6 +111,8 @@ class Timeline:
             lines.append(f"critical cycle{over}: " + " → ".join(f"{leg} ({_ms(leg.us)})" for leg in shortened(self.cycle)))
         if self.contended_us:
             lines.append("contention adds " + _by_kind(self.contended_us))
+        if self.peer_wait_us:
+            lines.append(f"collectives also wait {_ms(self.peer_wait_us)} for the last rank")
         if self.resources:
             lines.append("of what is shared, used: " + ", ".join(f"{name} {part:.0%}" for name, part in self.resources.items()))
         if not self.steady:
@@ -121,13 +126,18 @@ def shortened(cycle: Sequence[Leg], longest: int = 8) -> tuple[Leg, ...]:
     return tuple(cycle[i] for i in kept)
 
 
-def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_steps: int) -> Timeline:
-    """A Timeline from recorded (op, stream, start, end) in seconds of `num_steps` steps in a row. `critical` is empty."""
+def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_steps: int, peer_wait_s: float = 0.0) -> Timeline:
+    """A Timeline from recorded (op, stream, start, end) in seconds of `num_steps` steps in a row. `critical` is empty.
+
+    `peer_wait_s`: of all steps, how long collectives waited for other ranks; it counts apart from the comm stream's busy time.
+    """
     origin = min((start for _, _, start, _ in events), default=0.0)
     spans = tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in events)
     busy = {s: sum(span.end_us - span.start_us for span in spans if span.stream is s) // num_steps for s in Stream}
+    waited = round(peer_wait_s * 1e6) // num_steps
+    busy[Stream.COMM] -= min(waited, busy[Stream.COMM])
     end = max((span.end_us for span in spans), default=0)
-    return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, ())
+    return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, (), peer_wait_us=waited)
 
 
 def _ms(us: float) -> str:

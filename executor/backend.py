@@ -80,6 +80,9 @@ class Backend(Protocol):
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
+    def anchor_clock(self) -> None:
+        """Before a recording, with nothing in flight: device times are exact from here on, however long ago the start was."""
+
     def close(self) -> None:
         """Unregisters all host memory. The streams must be closed. Idempotent."""
 
@@ -134,6 +137,9 @@ class CpuBackend:
         pass
 
     def drain(self) -> None:
+        pass
+
+    def anchor_clock(self) -> None:
         pass
 
     def close(self) -> None:

@@ -55,10 +55,18 @@ class CudaQueue:
 
 
 class Clock:
-    """Device time of timing events on the clock of `time.perf_counter`, from one event seen on both."""
+    """Device time of timing events on the clock of `time.perf_counter`, from one event seen on both.
+
+    That clock is the host's (CLOCK_MONOTONIC), so times of several ranks compare, as long as the device's has not drifted.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
+        self._device = device
+        self.anchor()
+
+    def anchor(self) -> None:
+        """See both clocks anew. No timing event may be waiting to be converted."""
+        with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
@@ -156,6 +164,9 @@ class CudaBackend:
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def anchor_clock(self) -> None:
+        self._clock.anchor()
 
     def close(self) -> None:
         self._staging.clear()

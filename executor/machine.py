@@ -332,7 +332,8 @@ class Machine:
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
-        """Collects (op, stream, start, end), in seconds, of every op that starts in the block."""
+        """Collects (op, stream, start, end), in seconds, of every op that starts in the block. Nothing may be in flight."""
+        self.backend.anchor_clock()
         events: list[Event] = []
         before, self.streams.trace = self.streams.trace, lambda *event: events.append(event)
         try:

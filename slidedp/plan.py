@@ -47,6 +47,7 @@ from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.saving import SaveHandle
 from slidedp.executor.segment import HostMemoryError
+from slidedp.executor.skew import peer_wait_s
 from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
@@ -152,7 +153,9 @@ class Plan:
         """Run a training step for each batch and record every op: the measured counterpart of :meth:`simulate`.
 
         `spans` are of all these steps, in microseconds from the first start; `step_us` and `busy_us` are means over them.
-        Recording costs a few microseconds an op. `critical` is empty: what an op waited for is not recorded.
+        Of several ranks, `busy_us` of the collectives is what they took once all ranks were there; `peer_wait_us` is this
+        rank's time before that. Recording costs a few microseconds an op. `critical` is empty: what an op waited for is not
+        recorded.
         """
         self.synchronize()
         batches = list(batches)
@@ -167,7 +170,7 @@ class Plan:
                 self._machine.synchronize()
         finally:
             self._recording = False
-        return measured_timeline(events, len(batches))
+        return measured_timeline(events, len(batches), peer_wait_s(events, self._collectives))
 
     def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:

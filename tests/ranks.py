@@ -177,6 +177,7 @@ def _main(path: str, function: str, json_args: str) -> None:
     args = json.loads(json_args)
     if not function:
         sys.argv = [path, *args]
+        sys.path.insert(0, str(Path(path).parent))  # as for any script: its neighbours can be imported
         runpy.run_path(path, run_name="__main__")
         return
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

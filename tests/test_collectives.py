@@ -9,7 +9,10 @@ from ranks import RunRanks
 from torch import nn
 
 from slidedp.compiler.layergraph import cut_chunks, shard
+from slidedp.compiler.ops import Stream
+from slidedp.compiler.timeline import measured_timeline
 from slidedp.executor.collectives import SingleRank, open_collectives
+from slidedp.executor.skew import peer_wait_s
 
 pytestmark = pytest.mark.cpu
 
@@ -34,11 +37,25 @@ def rank_main(world: int) -> bool:
         check_all_gather(c, rank, world, dtype)
     check_host_messages(c, rank, world)
     check_share_buffers(c, rank)
+    check_peer_wait(c, rank, world)
     c.close()
     c.close()
     dist.barrier()  # the default group is the user's, and still there
     dist.destroy_process_group()
     return True
+
+
+def check_peer_wait(c, rank: int, world: int) -> None:
+    """Each rank reaches the first collective a second after the one before it, the second one in the opposite order."""
+    late = world - 1
+    events = [("fwd", Stream.GPU, 0.0, 50.0 + rank), ("a", Stream.COMM, 10.0 + rank, 15.0 + late),
+              ("b", Stream.COMM, 30.0 - rank, 32.0)]  # fmt: skip
+    waited = peer_wait_s(events, c)
+    assert waited == pytest.approx(late)
+    line = measured_timeline(events, 2, waited)
+    assert line.peer_wait_us == round(late * 1e6) // 2
+    assert line.busy_us[Stream.COMM] == pytest.approx((5 + 2) * 1e6 / 2, abs=2)
+    assert peer_wait_s(events[:1], c) == 0
 
 
 def check_reduce(c, rank: int, world: int, dtype: torch.dtype) -> None:

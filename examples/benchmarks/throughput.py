@@ -148,12 +148,14 @@ def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
     p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
 
 
-def build(size: str, num_layers: int | None = None, device: str = DEVICE) -> Any:
-    """Random weights in BF16; on the GPU: seconds instead of minutes. `num_layers`: only so many of the shape's."""
+def build(size: str, num_layers: int | None = None, device: str = DEVICE, *, dtype: torch.dtype = torch.bfloat16,
+          fused_loss: bool = False) -> Any:
+    """Random weights; on the GPU: seconds instead of minutes. `num_layers`: only so many of the shape's."""
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
-        apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
+        apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False,
+                                    fused_linear_cross_entropy=fused_loss)
     except ImportError:
         print("no Liger kernels here: both sides run without")
     shape = TINY if size == "tiny" else PRESETS[f"qwen3-{size.lower()}"]
@@ -162,7 +164,7 @@ def build(size: str, num_layers: int | None = None, device: str = DEVICE) -> Any
     if num_layers is not None:
         config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
