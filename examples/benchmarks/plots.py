@@ -5,7 +5,7 @@
     python examples/benchmarks/plots.py budgets log -o budgets.png
 
 ``roofline``: compute-only, each case, and the bound of the first case. ``budgets``: one line a batch, of cases that give
-`hbm_budget` (throughput.py --budgets), the median of several runs. Lines of the log that are not JSON are passed over. Needs
+`hbm_budget` (bounded_memory.py), the median of several runs. Lines of the log that are not JSON are passed over. Needs
 matplotlib, which SlideDP itself does not.
 """
 

@@ -16,16 +16,6 @@ the rate of the profile, and its copies at theirs; with `--measure` these rates 
 
 measures what clipping costs: no norm, a limit that no step reaches, one that every step does. `over_first_case`: a step over that
 of the same batch in the first case.
-
-    python examples/benchmarks/throughput.py --size 4B --batch 8,16,64 --budgets 8 --repeat 2
-    python examples/benchmarks/throughput.py --size 14B --layers 16 --batch 32 hbm_budget=16GiB window=2
-    python examples/benchmarks/throughput.py --size 4B --batch 256 --lr 0 --steps 2 --no-reference / slices=32
-    python examples/benchmarks/throughput.py --size 4B --batch 1 --seq 262144 --lr 0 --steps 1 --no-reference \
-        boundary=host / act=recompute head_chunks=512
-
-The first runs every case in so many HBM budgets, from the smallest that fits to the whole GPU; `within_budget` says whether the
-allocator's peak was. The last two compare losses: every step's tokens are the same in every case, and with a learning rate of 0
-its weights are. `loss_to_first_case`: the largest relative difference. ``--device cpu --size tiny`` tries a command out anywhere.
 """
 
 from __future__ import annotations
@@ -37,24 +27,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from budgets import budgets
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import slidedp
-from slidedp.compiler.units import parse_bytes
-from slidedp.hardware import load_profile
 from slidedp.presets import PRESETS
-
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 40960, "tie_word_embeddings": True}
-"""For a command to be tried out where there is no GPU."""
 
 ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
 """Keys of a case that are arguments of `slidedp.compile`; the others are its policy."""
@@ -62,11 +43,11 @@ ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
 
 def main() -> None:
     args = parse_arguments()
-    profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else load_profile("auto")
+    profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else "auto"
     if args.measure:
         print(json.dumps({"host_dram_gbps": profile.host_dram_gbps, "duplex_gbps": profile.duplex_gbps,
                           "cpu_adam_gparams": profile.cpu_adam_gparams}), flush=True)
-    model = build(args.size, args.layers, args.device)
+    model = build(args.size)
     reference: dict[int, float] = {}
     if args.reference:
         for batch in args.batch:
@@ -75,62 +56,41 @@ def main() -> None:
             reference[batch] = statistics.median(times)
     model.to("cpu", torch.float32)
     torch.cuda.empty_cache()
-    first: dict[int, First] = {}
-    sizes = {batch: budgets(model, profile, batch, args.seq, args.budgets) if args.budgets else [] for batch in args.batch}
-    for _ in range(args.repeat):
-        for case in cases(args.case):
-            for batch in args.batch:  # a plan each: what fits one batch is another's waste
-                for budget in sizes[batch] or [None]:
-                    within = case if budget is None else case | {"hbm_budget": budget}
-                    run(model, batch, within, profile, args, reference.get(batch), first)
-
-
-@dataclass(frozen=True)
-class First:
-    """Of the first case that ran a batch: seconds of a step, and each step's loss."""
-
-    step_s: float
-    losses: list[float]
-
-    def loss_to(self, losses: list[float]) -> float:
-        """The largest relative difference."""
-        return max(abs(a - b) / abs(b) for a, b in zip(losses, self.losses, strict=True))
+    first: dict[int, float] = {}
+    for case in cases(args.case):
+        for batch in args.batch:  # a plan each: what fits one batch is another's waste
+            run(model, batch, case, profile, args, reference.get(batch), first)
 
 
 def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
-        first: dict[int, First]) -> None:
-    """One plan. `first`: by batch."""
+        first: dict[int, float]) -> None:
+    """One plan. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
-    data = partial(tokens, batch, args.seq, vocab=model.config.vocab_size)
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
     gc.collect()
     torch.cuda.empty_cache()  # of the plan before: it would count as this one's
     try:
-        plan = slidedp.compile(model, profile, example=data(0), optimizer=slidedp.AdamW(lr=args.lr),
-                               policy=policy or None, device=args.device, **arguments)
+        plan = slidedp.compile(model, profile, example=tokens(batch, args.seq), optimizer=slidedp.AdamW(lr=1e-5),
+                               policy=policy or None, **arguments)
     except ValueError as error:
         print(json.dumps({"system": "slidedp", "batch": batch, "case": case, "error": str(error)}), flush=True)
         return
     with plan:
         started = time.perf_counter()
-        losses = [plan.run(data(0)).loss]
+        plan.run(tokens(batch, args.seq))
         plan.synchronize()
         print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
-        if args.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
-        results = [plan.run(data(step)) for step in range(1, args.steps + 2)]
-        times, losses = [r.wall_s for r in results][1:], [*losses, *(r.loss for r in results)]
+        torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
+        results = [plan.run(tokens(batch, args.seq)) for _ in range(args.steps + 1)]
+        times = [r.wall_s for r in results][1:]
         step_s, predicted = statistics.median(times), plan.simulate()
         peak = {"host_gib": round(pss_bytes() / 2**30, 1), "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
-        measured = plan.measure(data(step) for step in range(3))
+        measured = plan.measure(tokens(batch, args.seq) for _ in range(3))
         loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
         bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
         bound = max([reference_s or 0.0, *bounds.values()])
-        before = first.setdefault(batch, First(step_s, losses))
-        budget = case.get("hbm_budget")
-        report("slidedp", args, batch, times, case=case, **peak, loss=round(losses[-1], 3), slices=plan.decisions.slices,
-               loss_to_first_case=before.loss_to(losses),
-               within_budget=None if budget is None else torch.cuda.max_memory_reserved() <= parse_bytes(budget),
+        over_first = step_s / first.setdefault(batch, step_s)
+        report("slidedp", args, batch, times, case=case, **peak, loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
                to_reference=round(reference_s / step_s, 3) if reference_s else None,
@@ -139,7 +99,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                | {"measured": round(measured.exposed_us / 1e6, 3)},
                busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
                        if s in measured.busy_us},  # measured, predicted
-               over_first_case=round(step_s / before.step_s, 4), **clipping(plan))
+               over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
 
 
@@ -166,21 +126,14 @@ def cases(words: list[str]) -> list[dict[str, Any]]:
 
 def parse_arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--size", default="0.6B", help="of Qwen3: 0.6B, 1.7B, 4B, 8B, 14B, or tiny")
-    p.add_argument("--layers", type=int, help="only so many of the shape's")
-    p.add_argument("--device", default="cuda", help="cpu: no reference, for trying a command out")
-    p.add_argument("--lr", type=float, default=1e-5)
-    p.add_argument("--budgets", type=int, default=0, help="run each case in so many HBM budgets, up to the whole GPU's")
-    p.add_argument("--repeat", type=int, default=1, help="run all of it so often, so that drift shows")
+    p.add_argument("--size", default="0.6B", help="0.6B, 1.7B, 4B, 8B")
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=5, help="measured steps; one more warms up")
     p.add_argument("--no-reference", dest="reference", action="store_false")
     p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
     p.add_argument("case", nargs="*", help="KEY=VALUE pins and " + ", ".join(ARGUMENTS) + "; '/' begins another case")
-    args = p.parse_args()
-    args.reference &= args.device != "cpu"
-    return args
+    return p.parse_args()
 
 
 def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any:
@@ -191,8 +144,7 @@ def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any
         apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
     except ImportError:
         print("no Liger kernels here: both sides run without")
-    shape = TINY if size == "tiny" else PRESETS[f"qwen3-{size.lower()}"]
-    config = Qwen3Config(**{k: v for k, v in shape.items() if k != "model_type"}, use_cache=False)
+    config = Qwen3Config(**{k: v for k, v in PRESETS[f"qwen3-{size.lower()}"].items() if k != "model_type"}, use_cache=False)
     config._attn_implementation = "sdpa"
     if num_layers is not None:
         config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
@@ -204,10 +156,8 @@ def build(size: str, num_layers: int | None = None, device: str = "cuda") -> Any
     return model.train()
 
 
-def tokens(batch: int, seq: int, step: int | None = None, vocab: int = 151936) -> dict[str, torch.Tensor]:
-    """Random; the same for the same step, if one is given."""
-    generator = None if step is None else torch.Generator().manual_seed(step)
-    ids = torch.randint(0, vocab, (batch, seq), generator=generator)
+def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 151936, (batch, seq))
     return {"input_ids": ids, "labels": ids}
 
 
