@@ -8,17 +8,22 @@ from typing import Any
 import pytest
 import torch
 from test_accumulation import OPTIMIZER, accumulate_plainly, accumulate_planned, assert_close, untied
+from test_lanes import scaled
+from test_passes import tiny, uniform
 from tiny_models import PlainGPT, family, lm_batch
 from torch import Tensor, nn
 from training import assert_same_bits
 
 import slidedp
+from slidedp.compiler.budgets import room_to_fill
+from slidedp.compiler.decisions import Activation, Boundary
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.layergraph import LayerGraph, recut
+from slidedp.compiler.memory import activation_slots, moved_bytes
 from slidedp.compiler.planfile import PlanFile
 from slidedp.hardware import load_profile
 from slidedp.paper import draft_on_paper, settings_on_paper
-from slidedp.slicing import Slicing, choose_slices, good_plan, most_slices, plan_of, why_whole
+from slidedp.slicing import FRAGMENTS, Slicing, choose_slices, good_plan, most_slices, plan_of, why_whole
 
 BATCH = lm_batch(batch=16, seq=32)
 
@@ -132,6 +137,45 @@ def test_slices_where_what_runs_crowds_out_what_would_be_faster():
     assert choose(60) == Slicing()  # there is room for all of it
     by_the_rule = replace(settings, hbm_budget=16 << 30, solver="rule")
     assert choose_slices(draft.layers, 128, draft.num_tokens, by_the_rule, cut) == Slicing()
+
+
+@pytest.mark.null
+@pytest.mark.parametrize(("act", "boundary"), [("offload", "hbm"), ("recompute", "host")])
+def test_places_of_what_is_on_its_way_are_as_large_as_slices(act, boundary):
+    """So that offloading stays possible for a large batch: what leaves is a slice's, and so is what it passes through."""
+    layers = scaled(tiny(8, 1), 4096)
+    decisions = uniform(layers, act=Activation(act), boundary=Boundary(boundary))
+    sizes = []
+    for slices in (1, 8, 32):
+        slots = activation_slots(recut(layers, slices), decisions)
+        sizes.append(sum(slot.count * slot.bytes for slot in slots if slot.memory != "pinned"))
+        assert sum(slot.bytes for slot in slots if slot.memory == "pinned") <= 8 * moved_bytes(layers.layers[0], "act")
+    whole, *cut = sizes
+    num_places = 4  # two on the way out, two on the way back; of boundaries, which wait for one another, one more than slices
+    for slices, size in zip((8, 32), cut, strict=True):
+        places = num_places if act == "offload" else slices + 1 + 2
+        assert size <= whole * places / num_places / slices * 1.2
+
+
+@pytest.mark.null
+def test_slices_where_what_an_allocator_loses_is_more_than_the_reserve():
+    """Of a whole GPU; a budget that the user names has its own reserve, which is for what is planned."""
+    layers, hw = scaled(tiny(4, 1), 2**27), load_profile("h200x1")
+    settings = settings_on_paper(hw, 1, solver="cp-sat")
+    reserve = hw.hbm_bytes - room_to_fill(hw, None)
+
+    def lost(slices: int) -> float:
+        return FRAGMENTS * max(s.activation_bytes for s in recut(layers, slices).each_lane[0][1:-1])
+
+    def choose(most: int, budget: int | None = None) -> Slicing:
+        tight = replace(settings, hbm_budget=budget)
+        return choose_slices(layers, most, 1, tight, lambda slices: recut(layers, slices))
+
+    found = choose(64)
+    assert lost(1) > reserve
+    assert lost(found.slices) <= reserve < lost(found.slices // 2)
+    assert "the allocator may lose" in found.why
+    assert choose(found.slices // 2) == choose(64, hw.hbm_bytes - 1) == Slicing()
 
 
 # ---- long and packed sequences ----
