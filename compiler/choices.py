@@ -118,7 +118,7 @@ class Choices:
 
     def with_frame(self, frame: Decisions) -> Choices:
         """The same choices with the slots of `frame`."""
-        slots: dict[str, Any] = {key: getattr(frame, key) for key in PLAN_KEYS if key != "update"}
+        slots: dict[str, Any] = {key: getattr(frame, key) for key in PLAN_KEYS if key not in ("update", "slices")}
         return replace(self, defaults=replace(self.defaults, **slots))
 
 

@@ -12,8 +12,7 @@
 - head chunks: 1, all logits at once, while these are under 256 MiB in FP32; else chunks of 2048 tokens, where the head's
   products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
   smallest window, chunks of 256 tokens.
-- boundaries: in HBM; those of a step of several micro-batches, of which each waits for all others, on the host where HBM has no
-  room for them even then.
+- boundaries: in HBM; on the host where HBM has no room for them even then.
 - HBM counts as full where budgets.py says so, short of the budget;
 - rows: `split`, the untouched ones of an embedding updated early, where fewer than half are touched (rows.py);
 - state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
@@ -75,14 +74,14 @@ def default_decisions(
         groups = {name: replace(d, boundary=boundary) for name, d in groups.items()}
         if (name := group_of_last_layer(graph)) is not None:
             groups[name] = replace(groups[name], act=last)
-        return apply_policy(Decisions(groups, window=window, head_chunks=num_head_chunks(graph, rows)), policy, graph)
+        plan = Decisions(groups, window=window, head_chunks=num_head_chunks(graph, rows), slices=graph.slices)
+        return apply_policy(plan, policy, graph)
 
     fits = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
     source = Source.SHADOW if fits else Source.CAST
     options = [(window, last, HEAD_ROWS[0]) for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE))]
     smallest = WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1]
-    places = (Boundary.HBM, Boundary.HOST) if graph.num_lanes > 1 else (Boundary.HBM,)
-    for boundary, (window, last, rows) in product(places, (*options, smallest)):
+    for boundary, (window, last, rows) in product(Boundary, (*options, smallest)):
         decisions = decide(source, window, last, rows, boundary)
         if estimate_memory(graph, decisions).hbm_bytes <= room:
             break

@@ -136,6 +136,10 @@ class Stage:
     flops: int = 0
     boundary_bytes: int = 0
     activation_bytes: int = 0
+    workspace_bytes: int = 0
+    """Of a layer: what its backward takes beside all of these, about: the gradient of the largest storage that was saved, while
+    that is still there. Measured on an H200, Qwen3-4B, every layer recomputed: 2.6 GiB at 131 072 tokens, of which this is 2.4.
+    """
     head: LossHead | None = None
     """Of the epilogue, where it was measured."""
     lookups: tuple[Lookup, ...] = ()
@@ -227,7 +231,8 @@ def _summed(stages: tuple[Stage, ...]) -> Stage:
     heads = [s.head for s in stages if s.head]
     return replace(
         stages[0], flops=sum(s.flops for s in stages), boundary_bytes=sum(s.boundary_bytes for s in stages),
-        activation_bytes=sum(s.activation_bytes for s in stages), head=max(heads, key=lambda h: h.logits_bytes, default=None))
+        activation_bytes=sum(s.activation_bytes for s in stages), workspace_bytes=sum(s.workspace_bytes for s in stages),
+        head=max(heads, key=lambda h: h.logits_bytes, default=None))
 
 
 def recut(graph: LayerGraph, slices: int) -> LayerGraph:
@@ -245,7 +250,8 @@ def _part(stage: Stage, num: int, heads: int) -> Stage:
     """One of `num` parts of a stage, whose head is that of one of `heads` parts."""
     return replace(
         stage, flops=stage.flops // num, boundary_bytes=-(-stage.boundary_bytes // num),
-        activation_bytes=-(-stage.activation_bytes // num), head=stage.head and _resized(stage.head, heads, num))
+        activation_bytes=-(-stage.activation_bytes // num), workspace_bytes=-(-stage.workspace_bytes // num),
+        head=stage.head and _resized(stage.head, heads, num))
 
 
 def _resized(head: LossHead, before: int, after: int) -> LossHead:

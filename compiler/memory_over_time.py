@@ -164,6 +164,8 @@ def activation_lives(layers: LayerGraph, decisions: Decisions, graph: OpGraph) -
             name = in_lane(stage.name, lane, layers.num_lanes)
             backward = [f"bwd.{name}"] * (f"bwd.{name}" in graph.index)
             yield from kept_lives(stage, name, decisions, graph, accesses, backward)
+            if backward and stage.workspace_bytes:
+                yield Life(RUNNING, stage.workspace_bytes, tuple(backward))
             boundary = list(accesses[f"h.{name}"].values())
             for ops in boundary[:-1]:  # it leaves the device and comes back as a later version
                 yield Life(BOUNDARIES, stage.boundary_bytes, tuple(ops))

@@ -158,7 +158,7 @@ class _Stages:
         gradients = sum(s.boundary_bytes for s in (*done, here)) + sum(lane[i + 1].boundary_bytes for lane in lanes[k:])
         sizes = [here.activation_bytes * (d.activation(here) is not Activation.OFFLOAD) + sum(self.left_by(s, d) for s in left)
                  for d in self.options[here.name][1]]
-        return self.linear(here, sizes) + gradients
+        return self.linear(here, sizes) + (gradients + here.workspace_bytes)
 
     def moved(self, head: str) -> Iterator[tuple[Stage, list[int]]]:
         """(layer of a micro-batch, bytes that go to the host, an option) for each that may move its value, in forward order."""

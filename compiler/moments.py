@@ -2,7 +2,8 @@
 
 Boundaries and what layers keep pile up through the forward and go one by one in the backward, so the peak is while head and
 loss run, or in one of the backwards. What is counted, as in memory_over_time.py: a boundary until its gradient, which takes its
-place, has been read; the gradient of one that is on the host; what a layer keeps. What a kernel needs beside that is not.
+place, has been read; the gradient of one that is on the host; what a layer keeps; in its backward, the largest gradient within.
+What a kernel needs beside that is not.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def moments(layers: LayerGraph, decisions: Decisions) -> Iterator[Moment]:
             # Lanes before this one have made the gradient of their inputs; it and those after it still have that of the outputs.
             inputs = sum(done[i].boundary_bytes for done in lanes[: k + 1]) + sum(w[i] for w in waiting[k + 1 :])
             outputs = sum(left[i + 1].boundary_bytes for left in lanes[k:])
-            running = 0 if offloads else lane[i].activation_bytes - kept[k][i]
+            running = lane[i].workspace_bytes + (0 if offloads else lane[i].activation_bytes - kept[k][i])
             yield Moment(lane[i].name, below[i] + inputs + outputs, retained[i] + sum(own[i] for own in kept[k:]), running)
     first = layers.stages[0]
     if any(layers.group(name).trainable for name in first.groups):

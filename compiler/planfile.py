@@ -37,7 +37,7 @@ HEADER = """\
 """
 KEYS = ("format", "slidedp", "hardware", "cost_model", "world_size", "compute_dtype", "grad_dtype", "specialisation", "budgets",
         "plan", "decisions", "predictions", "ops", "model")
-OPTIONAL_KEYS = ("costs", "solver", "validation")
+OPTIONAL_KEYS = ("costs", "solver", "sliced", "validation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,8 @@ class PlanFile:
     """Where something was measured."""
     solver: SolverRecord | None = None
     """None for decisions that were not solved for: pinned, the rule's, or from before there was a solver."""
+    sliced: str = ""
+    """Why the batch goes through in slices, where the plan has so decided and nobody pinned it."""
     validation: Verdict | None = None
     """What the first steps of training have said of the plan, and of the default's; None if they have not."""
 
@@ -164,6 +166,8 @@ class PlanFile:
         }  # fmt: skip
         if self.solver is not None:
             content["solver"] = asdict(self.solver)
+        if self.sliced:
+            content["sliced"] = self.sliced
         if self.validation is not None:
             content["validation"] = asdict(self.validation)
         content["model"] = identity | write_layers(layers)
@@ -194,13 +198,14 @@ def make_planfile(
     specialisation: Mapping[str, str | int] | None = None,
     cost_record: CostRecord | None = None,
     solver: SolverRecord | None = None,
+    sliced: str = "",
 ) -> PlanFile:
     """A plan with its hashes. `version`: slidedp's."""
     predictions = replace(predictions, tokens_per_s=round(predictions.tokens_per_s, 1))
     return PlanFile(
         version, layers, Identity(hw.name, hw.content_hash()), Identity(costs.name, costs.hash), budgets, decisions, predictions,
         ops_hash(ops), decisions_hash(decisions), model_hash(layers), params_hash(layers), dict(specialisation or {}),
-        cost_record, solver,
+        cost_record, solver, sliced,
     )  # fmt: skip
 
 
@@ -287,6 +292,7 @@ def _from_content(content: object, where: str) -> PlanFile:
         specialisation=_read_specialisation(top["specialisation"], f"{where}: specialisation"),
         costs=read_costs(top["costs"], f"{where}: costs") if "costs" in top else None,
         solver=read_solver_record(top["solver"], where) if "solver" in top else None,
+        sliced=as_str(top.get("sliced", ""), f"{where}: sliced"),
         validation=read_verdict(top["validation"], where) if "validation" in top else None,
     )
 

@@ -84,6 +84,7 @@ def write_layers(layers: LayerGraph) -> dict[str, Any]:
 def _write_stages(stages: tuple[Stage, ...]) -> list[dict[str, Any]]:
     rows = [{"name": s.name, "kind": str(s.kind), "groups": list(s.groups), "kind_key": s.kind_key, "flops": s.flops,
                "boundary_bytes": s.boundary_bytes, "activation_bytes": s.activation_bytes, "head": _write_head(s.head),
+               **({"workspace_bytes": s.workspace_bytes} if s.workspace_bytes else {}),
                **({"lookups": [asdict(x) | {"keys": list(x.keys)} for x in s.lookups]} if s.lookups else {})}
               for s in stages]
     return _compact(rows)
@@ -130,7 +131,7 @@ def read_lanes(table: Mapping[str, Any], stages: tuple[Stage, ...], where: str) 
 
 
 def _read_stages(rows: object, where: str) -> tuple[Stage, ...]:
-    return tuple(_stage(row, where) for row in _expanded(rows, STAGE_KEYS, where, optional=("lookups",)))
+    return tuple(_stage(row, where) for row in _expanded(rows, STAGE_KEYS, where, optional=("workspace_bytes", "lookups")))
 
 
 def _stage(row: dict[str, Any], where: str) -> Stage:
@@ -138,7 +139,8 @@ def _stage(row: dict[str, Any], where: str) -> Stage:
     if row["kind"] not in tuple(StageKind):
         raise ValueError(f"{at}: kind: {row['kind']!r} is unknown; allowed: {', '.join(StageKind)}")
     groups = tuple(as_str(g, f"{at}: groups") for g in as_list(row["groups"], f"{at}: groups"))
-    numbers = {key: as_int(row[key], f"{at}: {key}") for key in ("flops", "boundary_bytes", "activation_bytes")}
+    keys = ("flops", "boundary_bytes", "activation_bytes", "workspace_bytes")
+    numbers = {key: as_int(row.get(key, 0), f"{at}: {key}") for key in keys}
     head = _read_head(row["head"], f"{at}: head")
     lookups = tuple(_lookup(x, f"{at}: lookups") for x in as_list(row.get("lookups", []), f"{at}: lookups"))
     return Stage(row["name"], StageKind(row["kind"]), groups, as_str(row["kind_key"], f"{at}: kind_key"), **numbers, head=head,

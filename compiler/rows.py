@@ -36,11 +36,11 @@ class Split:
 
 def possible_split(layers: LayerGraph, group: Group) -> Split | None:
     """How `group` could be split; None for anything but a table that the prologue looks up and at most the epilogue reads, and
-    for steps of several micro-batches.
+    for steps of several micro-batches, or that may be: a batch of one row cannot be cut, but the next one may.
     """
     first, last = layers.stages[0], layers.stages[-1]
     lookup = next((x for x in first.lookups if x.group == group.name), None)
-    if lookup is None or layers.num_lanes > 1 or not group.trainable:
+    if lookup is None or max(layers.num_lanes, layers.slices) > 1 or not group.trainable:
         return None
     if group.uses not in ((first.name,), (first.name, last.name)):
         return None

@@ -264,6 +264,7 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
     for n in segment.nodes:
         saved |= n.meta.get("saved", {})
     inputs = {n.meta["storage"] for n in segment.inputs if "storage" in n.meta}
+    sizes = [aligned(size, STORAGE_ALIGN) for storage, size in saved.items() if storage not in inputs]
     return Stage(
         name=segment.name,
         kind=segment.kind,
@@ -271,7 +272,8 @@ def _stage(segment: Segment, program: StageProgram, groups: tuple[Group, ...], m
         kind_key=_kind_key(segment, program, meta),
         flops=sum(n.meta.get("flops", 0) for n in segment.nodes),
         boundary_bytes=sum(n.meta["val"].nbytes for n in kept),
-        activation_bytes=sum(aligned(size, STORAGE_ALIGN) for storage, size in saved.items() if storage not in inputs),
+        activation_bytes=sum(sizes),
+        workspace_bytes=max(sizes, default=0) if segment.kind is StageKind.LAYER else 0,
     )
 
 

@@ -9,7 +9,7 @@ that: see speculation.py.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from slidedp.autopolicy import AutoPlan, Problem, auto_plan, is_tiny
 from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices, pinned_slots
 from slidedp.compiler.costs import WithFallback
-from slidedp.compiler.decisions import Decisions, Update
+from slidedp.compiler.decisions import Activation, Boundary, Decisions, Update
 from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, default_decisions, num_head_chunks
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.frames import find_frames, smallest_frame
@@ -28,6 +28,7 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.measured import Measurement
 from slidedp.compiler.memoryrows import memory_rows
 from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.policy import apply_policy
 from slidedp.compiler.predict import predict, price
 from slidedp.compiler.timeline import Timeline
 from slidedp.passes.pipeline import lower
@@ -86,10 +87,13 @@ def problem_and_rule(layers: LayerGraph, settings: Settings, measurement: Measur
 def least_bytes(layers: LayerGraph, settings: Settings) -> dict[str, int]:
     """The least that any plan needs of each place, ``hbm`` and ``host``, whatever the other one takes."""
     policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
-    boundless = small_head(layers, by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET)), policy)
-    choices = find_choices(layers, smallest_frame(boundless, pinned_slots(layers, policy)), policy)
-    rows = memory_rows(layers, choices, NO_BUDGET, NO_BUDGET)
-    return {row.place: row.needed(least(row, rows, choices)) for row in rows}
+    boundless = by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET))
+    each: list[dict[str, int]] = []
+    for start in smaller(layers, boundless, policy):
+        choices = find_choices(layers, smallest_frame(start, pinned_slots(layers, policy)), policy)
+        rows = memory_rows(layers, choices, NO_BUDGET, NO_BUDGET)
+        each.append({row.place: row.needed(least(row, rows, choices)) for row in rows})
+    return {place: min(needs[place] for needs in each) for place in each[0]}
 
 
 def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
@@ -155,25 +159,37 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
         if settings.solver == "rule":
             raise
         boundless = rule(NO_BUDGET, NO_BUDGET)
-        small = smallest_that_fits(problem, boundless, policy)
-        if small is None:
-            boundless = small_head(layers, boundless, policy)
-            small = smallest_that_fits(problem, boundless, policy)
-        if small is None:
-            choices = find_choices(layers, smallest_frame(boundless, pinned_slots(layers, policy)), policy)
+        starts = boundless, *smaller(layers, boundless, policy)
+        for start in starts:
+            if (small := smallest_that_fits(problem, start, policy)) is not None:
+                return small
 
-            def without_pins() -> bool:
-                return bool(policy) and smallest_that_fits(problem, boundless, None) is not None
+        def without_pins() -> bool:
+            return bool(policy) and any(smallest_that_fits(problem, start, None) is not None for start in starts)
 
-            raise explain(layers, choices, problem.rows(choices), without_pins) from error
-        return small
+        raise least_short(problem, starts[1:], without_pins) from error
 
 
-def small_head(layers: LayerGraph, decisions: Decisions, policy: Mapping[str, Any] | None) -> Decisions:
-    """`decisions` with logits in the smallest chunks that the rule makes, where they can be cut and nobody has pinned it."""
-    if "head_chunks" in (policy or {}) or (layers.head and layers.head.whole):
-        return decisions
-    return replace(decisions, head_chunks=num_head_chunks(layers, HEAD_ROWS[-1]))
+def least_short(problem: Problem, starts: Sequence[Decisions], without_pins: Callable[[], bool]) -> BudgetError:
+    """Why nothing fits, of the start that misses fewest bytes."""
+    layers, policy = problem.layers, problem.policy
+    found = []
+    for start in starts:
+        choices = find_choices(layers, smallest_frame(start, pinned_slots(layers, policy)), policy)
+        rows = problem.rows(choices)
+        found.append((sum(max(0, row.needed(least(row, rows, choices)) - row.budget) for row in rows), choices, rows))
+    _, choices, rows = min(found, key=lambda each: each[0])
+    return explain(layers, choices, rows, without_pins)
+
+
+def smaller(layers: LayerGraph, decisions: Decisions, policy: Mapping[str, Any] | None) -> tuple[Decisions, ...]:
+    """`decisions` with logits in the smallest chunks that the rule makes, where they can be cut; and so with boundaries on the
+    host. What is pinned stays.
+    """
+    if "head_chunks" not in (policy or {}) and not (layers.head and layers.head.whole):
+        decisions = replace(decisions, head_chunks=num_head_chunks(layers, HEAD_ROWS[-1]))
+    away = {name: replace(d, boundary=Boundary.HOST, act=Activation.RECOMPUTE) for name, d in decisions.groups.items()}
+    return decisions, apply_policy(replace(decisions, groups=away), policy, layers)
 
 
 def smallest_that_fits(problem: Problem, rule: Decisions, policy: object) -> Decisions | None:

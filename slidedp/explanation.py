@@ -188,6 +188,8 @@ def explain(
         found = tuple(a for target, field in asked for a in alternatives(world, planned, target, field))
     else:
         found = mattering(world, planned)
+    if plan.sliced and not plan.edited:
+        notes = (*notes, f"the batch goes through in {plan.decisions.slices} slices: {plan.sliced}")
     line = planned.timeline
     chain = links(line)
     norm_us = None

@@ -87,4 +87,5 @@ def draft_on_paper(model: str | Path | nn.Module, settings: Settings, batch: int
             raise ValueError(f"{name}={value!r} must be 1 or more")
     planner = Planner(model if isinstance(model, nn.Module) else build_meta_model(model), settings)
     tokens = torch.zeros(batch, seq, dtype=torch.long)  # only the shape matters
-    return planner, planner.draft(planner.lanes({"input_ids": tokens, "labels": tokens}))
+    _, draft = planner.first_draft({"input_ids": tokens, "labels": tokens})
+    return planner, draft

@@ -56,6 +56,7 @@ from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, notes_of, planfile_of
 from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
+from slidedp.slicing import Slicing
 from slidedp.validation import Trial, prepare_trial
 
 if TYPE_CHECKING:
@@ -246,13 +247,20 @@ class Plan:
 
     def _start(self, batch: Batches) -> None:
         """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
-        problem, draft = None, None
+        problem, draft, slices = None, None, 0
         with torch.inference_mode(False):
             try:
-                lanes = self._planner.lanes(batch)
-                draft = self._planner.draft(lanes)
-                check_lanes(lanes, draft.traces)
-                to_measure = self._planner.to_measure(draft)
+                lanes, draft = self._planner.first_draft(batch)
+                slices = self._planner.slices
+            except Exception as e:
+                problem = e
+            most = max(n for (n,) in self._collectives.gather_ints([slices]))
+            try:
+                if draft is not None and slices < most:
+                    lanes, draft = self._planner.in_slices(batch, Slicing(most, "the batch of another rank is in as many"))
+                if draft is not None:
+                    check_lanes(lanes, draft.traces)
+                    to_measure = self._planner.to_measure(draft)
             except Exception as e:
                 problem = e
             self._raise_on_all_ranks(problem)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +43,7 @@ from slidedp.executor.switching import Lowered
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 from slidedp.passes.snapshot import Snapshot
+from slidedp.slicing import COUNTS, Slicing, choose_slices, most_slices, plan_of, why_whole
 
 OWN_BUSINESS = frozenset({OpKind.RECOMPUTE, OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD})
 
@@ -92,6 +92,7 @@ class Specialisation:
 
     `num_tokens`: valid ones of the batch it was made for; `shapes`: of that, its micro-batches together. `same`: an earlier one
     whose ops these are, but for sizes: it is what runs. `fallback`: what its layers keep less of by now, for want of memory.
+    `sliced`: why in slices, if nobody has pinned them.
     """
 
     traces: tuple[Trace, ...]
@@ -104,6 +105,7 @@ class Specialisation:
     solver: SolverRecord | None = None
     same: Specialisation | None = None
     fallback: Fallback = field(default_factory=Fallback)
+    sliced: str = ""
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -197,6 +199,7 @@ class Planner:
         self.groups: tuple[Group, ...] | None = None
         self.decisions: Decisions | None = None
         self.head_rows = HEAD_ROWS[0]
+        self.slicing = Slicing()
         self.chosen: AutoPlan | None = None
         self.trainable: tuple[bool, ...] = ()
         self.measurement = Measurement()
@@ -207,12 +210,18 @@ class Planner:
 
     @property
     def slices(self) -> int:
-        """Pieces that a batch is cut into: as the plan decides, or before there is one, as is pinned."""
+        """Pieces that a batch is cut into: as the plan decides, or before there is one, as is pinned, or else as was settled."""
         policy = self.settings.policy
         if self.decisions is not None or isinstance(policy, PlanFile):
             return (self.decisions or policy.decisions).slices  # type: ignore[union-attr]
-        pinned = {key: value for key, value in (policy or {}).items() if key == "slices"}
-        return Decisions(**plan_fields(pinned, "policy")).slices
+        if not self.pins_slices:
+            return self.slicing.slices
+        return Decisions(**plan_fields({"slices": policy["slices"]}, "policy")).slices  # type: ignore[index]
+
+    @property
+    def pins_slices(self) -> bool:
+        policy = self.settings.policy
+        return isinstance(policy, PlanFile) or "slices" in (policy or {})
 
     def lanes(self, batches: Batches) -> list[dict[str, Tensor]]:
         """The micro-batches of a step on `batches`. Raises BatchError where they cannot be run."""
@@ -251,6 +260,29 @@ class Planner:
         shapes = {key: together([tuple(batch[key].shape) for batch in lanes if key in batch]) for key in lanes[0]}
         tokens = sum(t.num_valid(batch) for t, batch in zip(traces, lanes, strict=True))
         return Draft(tuple(traces), layers, tokens, shapes)
+
+    def first_draft(self, batches: Batches) -> tuple[list[dict[str, Tensor]], Draft]:
+        """The lanes of the first step and their draft, once it is settled into how many slices its batches are cut.
+
+        Raises as :meth:`lanes` and :meth:`draft`.
+        """
+        self.slicing = Slicing()
+        lanes = self.lanes(batches)
+        draft = self.draft(lanes)
+        if self.pins_slices or why_whole(self.model, self.settings.loss_fn) or (most := most_slices(batches)) == 1:
+            return lanes, draft
+
+        def cut(slices: int) -> LayerGraph:
+            return self.in_slices(batches, Slicing(slices))[1].layers
+
+        self.slicing = choose_slices(draft.layers, most, draft.num_tokens, self.settings, cut)
+        return (lanes, draft) if self.slicing.slices == 1 else self.in_slices(batches, self.slicing)
+
+    def in_slices(self, batches: Batches, slicing: Slicing) -> tuple[list[dict[str, Tensor]], Draft]:
+        """The first step's lanes and draft in so many slices, whatever has been settled before."""
+        self.slicing = slicing
+        lanes = self.lanes(batches)
+        return lanes, self.draft(lanes)
 
     def trace(self, batch: Mapping[str, Tensor], groups: tuple[Group, ...] | None) -> Trace:
         s = self.settings
@@ -312,12 +344,11 @@ class Planner:
 
     def slices_that_fit(self, draft: Draft) -> str:
         """The fewest slices with which the rule's plan fits, about, as a further way out; '' if none are enough, or pinned."""
-        policy, rows = self.settings.policy, min((shape[0] for shape in draft.shapes.values() if shape), default=1)
-        for slices in () if isinstance(policy, PlanFile) or "slices" in (policy or {}) else (2, 4, 8, 16, 32, 64):
-            if slices <= rows:
-                with suppress(BudgetError):
-                    decide(recut(draft.layers, slices), replace(self.settings, solver="rule"))
-                    return f"; or pin slices={slices}"
+        rows = min((shape[0] for shape in draft.shapes.values() if shape), default=1)
+        why = why_whole(self.model, self.settings.loss_fn)
+        for slices in COUNTS if why and not self.pins_slices else ():
+            if slices <= rows and plan_of(recut(draft.layers, slices), self.settings) is not None:
+                return f"; or pin slices={slices} (never chosen for this model, since {why})"
         return ""
 
     def finish(self, draft: Draft, decisions: Decisions) -> Specialisation:
@@ -328,7 +359,8 @@ class Planner:
         agreed, decisions = decisions, self.for_shape(decisions, draft.layers)  # each rank's own: its batch may be longer
         traces = tuple(self.with_head_chunks(t, decisions.head_chunks) for t in draft.traces)
         spec = Specialisation(traces, draft.layers, decisions, draft.num_tokens, draft.shapes, self.settings, self.measurement,
-                              record, self.alike(draft.layers, decisions), Fallback(self.expected(draft, decisions)))
+                              record, self.alike(draft.layers, decisions), Fallback(self.expected(draft, decisions)),
+                              self.slicing.why)
         if self.groups is None:
             _ = spec.graph  # verified before anything is pinned
             self.groups, self.decisions, self.trainable = draft.layers.groups, agreed, requires_grad(self.model)

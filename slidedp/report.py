@@ -62,7 +62,7 @@ def planfile_of(spec: Specialisation) -> PlanFile:
     if len(spec.traces) > 1:
         shapes["micro_batches"] = len(spec.traces)
     return make_planfile(__version__, spec.layers, s.hw, spec.decisions, spec.costs, spec.graph, budgets, predictions, shapes,
-                         cost_record(spec), spec.solver)
+                         cost_record(spec), spec.solver, spec.sliced)
 
 
 def cost_record(spec: Specialisation) -> CostRecord | None:
@@ -98,6 +98,7 @@ def summary(plan: PlanFile) -> str:
         "buffers": ", ".join(f"{key}\N{NO-BREAK SPACE}{value}" for key, value in plan_values(plan.decisions).items()),
     }
     predicted = {
+        **({"slices": f"{plan.decisions.slices}: {plan.sliced}"} if plan.sliced and not plan.edited else {}),
         **solver_facts(plan),
         "predicted": f"{format_duration(p.step_us)} a step, {p.tokens_per_s:,.0f} tokens/s, bound by {bound_by(p.bottleneck)}",
         "memory": f"device {format_bytes(p.hbm_bytes)} of {format_bytes(plan.budgets.hbm_bytes)}{each}, "

@@ -5,13 +5,15 @@
     python examples/benchmarks/plots.py budgets log -o budgets.png
 
 ``roofline``: compute-only, each case, and the bound of the first case. ``budgets``: one line a batch, of cases that give
-`hbm_budget`. Lines of the log that are not JSON are passed over. Needs matplotlib, which SlideDP itself does not.
+`hbm_budget` (bounded_memory.py), the median of several runs. Lines of the log that are not JSON are passed over. Needs
+matplotlib, which SlideDP itself does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,12 +71,13 @@ def roofline(axes: Any, lines: list[Line]) -> None:
 
 
 def budgets(axes: Any, lines: list[Line]) -> None:
-    points: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    points: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         if budget := line.get("case", {}).get("hbm_budget"):
-            points[line["batch"]].append((parse_bytes(str(budget)) / 2**30, line["tokens_per_s"]))
+            points[line["batch"]][parse_bytes(str(budget)) / 2**30].append(line["tokens_per_s"])
     for batch, of_budget in sorted(points.items()):
-        axes.plot(*zip(*sorted(of_budget), strict=True), "o-", label=f"batch {batch}")
+        medians = [(budget, statistics.median(runs)) for budget, runs in sorted(of_budget.items())]
+        axes.plot(*zip(*medians, strict=True), "o-", label=f"batch {batch}")
     axes.set_xlabel("HBM budget, GiB")
     axes.set_title(lines[0]["model"])
 
