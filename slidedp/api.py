@@ -23,8 +23,8 @@ from slidedp.decide import SOLVERS
 from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S, MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
-from slidedp.planner import DTYPE_NAMES, Settings
 from slidedp.ranks import find_ranks
+from slidedp.settings import DTYPE_NAMES, Settings
 from slidedp.validation import NUM_STEPS
 
 Policy = Mapping[str, Any] | PlanFile | str | Path | None

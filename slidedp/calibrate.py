@@ -24,7 +24,7 @@ from slidedp.executor.collectives import Collectives
 from slidedp.executor.measure.stages import measure_stages
 
 if TYPE_CHECKING:
-    from slidedp.planner import Settings
+    from slidedp.settings import Settings
 
 
 def measured_stages(

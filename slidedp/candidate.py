@@ -10,7 +10,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.executor.switching import Lowered
 
 if TYPE_CHECKING:
-    from slidedp.planner import Specialisation
+    from slidedp.specialisation import Specialisation
 
 
 @dataclass(eq=False)

@@ -33,10 +33,10 @@ from slidedp.estimate import add_estimate_arguments
 from slidedp.hardware import builtin_profiles, load_profile, measure_hardware
 from slidedp.paper import plan_on_paper
 from slidedp.passes.pipeline import PIPELINE, lower
-from slidedp.planner import DTYPE_NAMES
 from slidedp.presets import PRESETS
 from slidedp.ranks import find_ranks
 from slidedp.report import summary
+from slidedp.settings import DTYPE_NAMES
 from slidedp.sweep import Sweep, table
 from slidedp.version import __version__
 

@@ -36,7 +36,7 @@ from slidedp.plancache import fingerprint, load_plan_for, store_plan
 from slidedp.speculation import with_fewest, with_most
 
 if TYPE_CHECKING:
-    from slidedp.planner import Settings
+    from slidedp.settings import Settings
 
 SOLVERS = ("cp-sat", "rule")
 NO_BUDGET = 1 << 60

@@ -17,9 +17,11 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.units import parse_bytes
 from slidedp.hardware import load_profile
-from slidedp.planner import Draft, Planner, Settings
+from slidedp.planner import Planner
 from slidedp.presets import build_meta_model
 from slidedp.report import planfile_of
+from slidedp.settings import Settings
+from slidedp.specialisation import Draft
 
 
 def plan_on_paper(

@@ -6,7 +6,6 @@ back as ordinary ones when closed. Everything that reads state drains the pendin
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,14 +22,12 @@ from slidedp.agreement import (
     SAVE_FAILED,
     SAVES,
     Posted,
-    agree_on_decisions,
     exchange,
-    refuse_if_options_differ,
     refuse_if_ranks_differ,
 )
-from slidedp.batch import BatchError, Batches, check_lanes, num_batches
-from slidedp.calibrate import cached_stages, measured_stages
-from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_model, require_same_names, save
+from slidedp.batch import Batches, check_lanes, num_batches
+from slidedp.calibrate import cached_stages
+from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_names, save
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.gantt import gantt
 from slidedp.compiler.memory import MemoryReport
@@ -46,18 +43,19 @@ from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.saving import SaveHandle
-from slidedp.executor.segment import HostMemoryError
 from slidedp.executor.skew import peer_wait_s
 from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
-from slidedp.planner import Planner, Settings, Specialisation
+from slidedp.first_batch import start
+from slidedp.planner import Planner
 from slidedp.ranks import Ranks
 from slidedp.report import describe, memory_of, notes_of, planfile_of
 from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
-from slidedp.slicing import Slicing
-from slidedp.validation import Trial, prepare_trial
+from slidedp.settings import Settings
+from slidedp.specialisation import Specialisation
+from slidedp.validation import Trial
 
 if TYPE_CHECKING:
     from slidedp.compiler.optimizer import AdamW
@@ -246,47 +244,9 @@ class Plan:
         return self._planner.finish(draft, self._planner.decide(draft))
 
     def _start(self, batch: Batches) -> None:
-        """The first batch: plan, agree with the other ranks, and build the machine. Collective."""
-        problem, draft, slices = None, None, 0
-        with torch.inference_mode(False):
-            try:
-                lanes, draft = self._planner.first_draft(batch)
-                slices = self._planner.slices
-            except Exception as e:
-                problem = e
-            most = max(n for (n,) in self._collectives.gather_ints([slices]))
-            try:
-                if draft is not None and slices < most:
-                    lanes, draft = self._planner.in_slices(batch, Slicing(most, "the batch of another rank is in as many"))
-                if draft is not None:
-                    check_lanes(lanes, draft.traces)
-                    to_measure = self._planner.to_measure(draft)
-            except Exception as e:
-                problem = e
-            self._raise_on_all_ranks(problem)
-            assert draft is not None
-            times_s = [time.perf_counter()]
-            self._planner.measurement = measured_stages(self._model, to_measure, lanes[0], self._settings, self._collectives)
-            times_s.append(time.perf_counter())
-            try:
-                opinion = self._planner.decide(draft)
-            except ValueError as e:
-                problem = e
-            self._raise_on_all_ranks(problem)
-            times_s.append(time.perf_counter())
-            try:
-                refuse_if_options_differ(self._options, self._collectives)
-                trial = prepare_trial(self._planner, draft, opinion, self._collectives, times_s)
-                decisions = agree_on_decisions(trial.plan, draft.layers, self._collectives)
-                spec = self._planner.finish(draft, decisions)
-                if self._resume_from is not None:
-                    require_same_model(self._resume_from, draft.layers.groups)
-                self._trial = trial.begin(spec)
-                self._machine = self._build(spec)
-                self._current = spec
-            except ValueError as e:
-                problem = e
-            self._raise_on_all_ranks(problem)
+        """The first batch. Collective."""
+        started = start(self._planner, batch, self._collectives, self._optimizer, self._options, self._resume_from)
+        self._machine, self._current, self._trial = started.machine, started.spec, started.trial
         if self._resume_from is not None:
             self._load_or_undo(self._resume_from)
         self._finalizer = weakref.finalize(self, close_quietly, self._machine)
@@ -300,30 +260,6 @@ class Plan:
             machine.close()
             raise
         self._resume_from = None
-
-    def _build(self, spec: Specialisation) -> Machine:
-        s, others = self._settings, self._trial.others if self._trial else []
-        try:
-            return Machine(
-                self._model, spec.lowered, others=others, collectives=self._collectives, device=self._ranks.device,
-                optimizer=self._optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
-                options=self._options)
-        except HostMemoryError:
-            if self._trial is None:
-                raise
-            self._trial = None  # one plan has room, perhaps
-            return self._build(spec)
-
-    def _raise_on_all_ranks(self, problem: Exception | None) -> None:
-        failed = [flag for (flag,) in self._collectives.gather_ints([int(problem is not None)])]
-        if problem:
-            raise problem
-        if any(failed):
-            if self._machine is not None:
-                machine, self._machine = self._machine, None
-                machine.abandon(PeerError(failed.index(1), f"rank {failed.index(1)} could not start"))
-                machine.close()
-            raise BatchError(f"rank {failed.index(1)} could not plan its first batch (its own error says why)")
 
     # ---- checkpoints ----
 

@@ -23,7 +23,7 @@ from slidedp.compiler.verdict import PLAN, Verdict
 from slidedp.version import __version__
 
 if TYPE_CHECKING:
-    from slidedp.planner import Specialisation
+    from slidedp.specialisation import Specialisation
 
 WIDTH = 80
 """Columns of a summary. `HEADINGS` follow the fields of a GroupDecision: whence and how weights come, and gradients go."""

@@ -14,8 +14,8 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.units import format_bytes
 from slidedp.decide import decide
 from slidedp.paper import plan_on_paper
-from slidedp.planner import DTYPE_NAMES, Settings
 from slidedp.presets import PRESETS
+from slidedp.settings import DTYPE_NAMES, Settings
 from slidedp.what_if import WhatIf
 
 BATCH_FACTORS = (0.25, 0.5, 1, 2, 4)

@@ -31,7 +31,7 @@ from slidedp.compiler.units import format_bytes
 from slidedp.decide import least_bytes, problem_and_rule
 
 if TYPE_CHECKING:
-    from slidedp.planner import Settings
+    from slidedp.settings import Settings
 
 COUNTS = (2, 4, 8, 16, 32, 64)
 FAST_TOKENS = 4096

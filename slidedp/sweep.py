@@ -20,9 +20,11 @@ from slidedp.compiler.policy import merge_policies
 from slidedp.compiler.timeline import Timeline
 from slidedp.compiler.units import format_bytes
 from slidedp.decide import by_the_rule
-from slidedp.planner import Draft, Planner, Settings, Specialisation, with_costs_of
+from slidedp.planner import Planner
 from slidedp.presets import build_meta_model
 from slidedp.report import format_duration, memory_of, predicted_tokens_per_s
+from slidedp.settings import Settings
+from slidedp.specialisation import Draft, Specialisation, with_costs_of
 
 UNLIMITED = 2**62
 """Bytes: a budget that never binds, for tracing before anything is decided."""

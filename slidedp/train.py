@@ -35,11 +35,11 @@ from slidedp.metrics import Metrics, want_tensorboard
 from slidedp.model_files import find_model
 from slidedp.packed_rows import IGNORED, Facts, Rows, prepare
 from slidedp.plan import Plan, StopAsked
-from slidedp.planner import DTYPE_NAMES
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
 from slidedp.report import validation_lines
 from slidedp.schedule import LearningRate
+from slidedp.settings import DTYPE_NAMES
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
 

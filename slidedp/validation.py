@@ -50,7 +50,9 @@ from slidedp.report import validation_facts
 from slidedp.version import __version__
 
 if TYPE_CHECKING:
-    from slidedp.planner import Draft, Planner, Settings, Specialisation
+    from slidedp.planner import Planner
+    from slidedp.settings import Settings
+    from slidedp.specialisation import Draft, Specialisation
 
 NUM_STEPS = 3
 """Timed steps of either plan, unless the user says otherwise."""

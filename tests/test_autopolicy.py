@@ -27,7 +27,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline
 from slidedp.decide import decide, problem_of
 from slidedp.hardware import load_profile
-from slidedp.planner import Settings
+from slidedp.settings import Settings
 
 pytestmark = pytest.mark.null
 

@@ -26,8 +26,9 @@ from slidedp.compiler.tracer import Trace, trace, with_head_chunks
 from slidedp.executor.backend import CpuBackend
 from slidedp.executor.stages import StageRunner
 from slidedp.hardware import load_profile
-from slidedp.planner import Planner, Settings
+from slidedp.planner import Planner
 from slidedp.report import summary
+from slidedp.settings import Settings
 
 pytestmark = pytest.mark.cpu
 

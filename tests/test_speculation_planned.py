@@ -21,7 +21,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.decide import problem_of
 from slidedp.explanation import explain
 from slidedp.hardware import load_profile
-from slidedp.planner import Settings
+from slidedp.settings import Settings
 from slidedp.speculation import in_order_of_arrival, most_that_fit, speculating, with_fewest
 
 pytestmark = pytest.mark.null

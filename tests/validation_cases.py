@@ -20,7 +20,7 @@ from slidedp.decide import by_the_rule
 from slidedp.executor import switching
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.step import Step
-from slidedp.planner import Settings
+from slidedp.settings import Settings
 
 RECORD = SolverRecord("cp-sat", 1000, 900, 0.1, 1100, 2000, 1)
 EXACT = MachineOptions(update_kernel="torch", poison=True)

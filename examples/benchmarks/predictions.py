@@ -17,9 +17,9 @@ from slidedp.compiler.timeline import Timeline
 from slidedp.decide import NO_BUDGET
 from slidedp.paper import draft_on_paper, settings_on_paper
 from slidedp.passes.pipeline import lower
-from slidedp.planner import Specialisation
 from slidedp.presets import PRESETS
 from slidedp.report import memory_of
+from slidedp.specialisation import Specialisation
 
 PRESETS.setdefault("qwen3-tiny", {"model_type": "qwen3", **TINY})
 

@@ -1,0 +1,115 @@
+"""The first batch: every rank plans for its own, the ranks agree on one plan, and each builds the machine that runs it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slidedp.agreement import agree_on_decisions, refuse_if_options_differ
+from slidedp.batch import BatchError, Batches, check_lanes
+from slidedp.calibrate import measured_stages
+from slidedp.checkpoints import Checkpoint, require_same_model
+from slidedp.compiler.optimizer import AdamW
+from slidedp.compiler.tracer import Trace
+from slidedp.executor.collectives import Collectives
+from slidedp.executor.machine import Machine
+from slidedp.executor.options import MachineOptions
+from slidedp.executor.segment import HostMemoryError
+from slidedp.executor.words import PeerError
+from slidedp.planner import Planner
+from slidedp.slicing import Slicing
+from slidedp.specialisation import Draft, Specialisation
+from slidedp.validation import Trial, prepare_trial
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A machine, the specialisation of the first batch, and the validation that its first steps are for, if they are."""
+
+    machine: Machine
+    spec: Specialisation
+    trial: Trial | None
+
+
+def start(planner: Planner, batch: Batches, collectives: Collectives, optimizer: AdamW, options: MachineOptions,
+          resume_from: Checkpoint | None) -> Started:
+    """Plans, measures, decides and builds. What goes wrong on one rank is raised on all. Collective."""
+    problem: Exception | None = None
+    started = None
+    with torch.inference_mode(False):
+        lanes, draft, to_measure = draft_together(planner, batch, collectives)
+        times_s = [time.perf_counter()]
+        planner.measurement = measured_stages(planner.model, to_measure, lanes[0], planner.settings, collectives)
+        times_s.append(time.perf_counter())
+        try:
+            opinion = planner.decide(draft)
+        except ValueError as e:
+            problem = e
+        raise_on_all_ranks(collectives, problem)
+        times_s.append(time.perf_counter())
+        try:
+            refuse_if_options_differ(options, collectives)
+            prepared = prepare_trial(planner, draft, opinion, collectives, times_s)
+            spec = planner.finish(draft, agree_on_decisions(prepared.plan, draft.layers, collectives))
+            if resume_from is not None:
+                require_same_model(resume_from, draft.layers.groups)
+            started = build(planner, spec, prepared.begin(spec), collectives, optimizer, options)
+        except ValueError as e:
+            problem = e
+        raise_on_all_ranks(collectives, problem, started)
+    assert started is not None
+    return started
+
+
+def draft_together(planner: Planner, batch: Batches, collectives: Collectives) -> tuple[list[dict[str, Tensor]], Draft, Trace]:
+    """This rank's batch, cut into as many slices as any rank needs, traced and checked; and the trace to measure. Collective."""
+    problem: Exception | None = None
+    draft, slices = None, 0
+    try:
+        lanes, draft = planner.first_draft(batch)
+        slices = planner.slices
+    except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
+        problem = e
+    most = max(n for (n,) in collectives.gather_ints([slices]))
+    try:
+        if draft is not None and slices < most:
+            lanes, draft = planner.in_slices(batch, Slicing(most, "the batch of another rank is in as many"))
+        if draft is not None:
+            check_lanes(lanes, draft.traces)
+            to_measure = planner.to_measure(draft)
+    except Exception as e:
+        problem = e
+    raise_on_all_ranks(collectives, problem)
+    assert draft is not None
+    return lanes, draft, to_measure
+
+
+def build(planner: Planner, spec: Specialisation, trial: Trial | None, collectives: Collectives, optimizer: AdamW,
+          options: MachineOptions) -> Started:
+    """A machine with room for both plans of `trial`, or if the host has none, for the one."""
+    s = planner.settings
+    try:
+        machine = Machine(
+            planner.model, spec.lowered, others=trial.others if trial else [], collectives=collectives, device=s.device,
+            optimizer=optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
+            options=options)
+    except HostMemoryError:
+        if trial is None:
+            raise
+        return build(planner, spec, None, collectives, optimizer, options)
+    return Started(machine, spec, trial)
+
+
+def raise_on_all_ranks(collectives: Collectives, problem: Exception | None, started: Started | None = None) -> None:
+    """Raises `problem`, or if another rank has one, a BatchError, for which what has `started` here ends. Collective."""
+    failed = [flag for (flag,) in collectives.gather_ints([int(problem is not None)])]
+    if problem:
+        raise problem
+    if any(failed):
+        if started is not None:
+            started.machine.abandon(PeerError(failed.index(1), f"rank {failed.index(1)} could not start"))
+            started.machine.close()
+        raise BatchError(f"rank {failed.index(1)} could not plan its first batch (its own error says why)")
