@@ -143,7 +143,7 @@ def test_no_plan_is_shorter_than_the_bound(case: int, seed: int) -> None:
         assert not any(graph.floor(s) < bound and is_period(graph, s, bound - 1) for s in fitting)
 
 
-def test_the_bound_is_near_where_offloads_would_stall() -> None:
+def test_the_bound_is_near_where_offloads_would_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reloads longer than the backwards that they hide behind: sums alone would let all layers offload, and prove nothing."""
     layers, hw = stack(8, 60_000_000, 90_000_000, tokens=40_000, width=4096), load_profile("h200x1")
     choices = find_choices(layers, default_decisions(layers, hw))
@@ -160,6 +160,11 @@ def test_the_bound_is_near_where_offloads_would_stall() -> None:
     without.stalls, without.inequalities = [], []
     _, sums_alone, _ = without.propose(solution.selection, solution.step_us, 0, 5e-3, 4.0)
     assert sums_alone < 0.97 * solution.step_us
+    assert solve(graph, rows, gap=5e-3) == solution  # deterministic, work included
+    monkeypatch.setattr("slidedp.compiler.solver.search_structured", None)  # a hint that is good enough is kept without a search
+    hinted = solve(graph, rows, hint=solution.decisions, gap=5e-3)
+    assert (hinted.selection, hinted.bound_us) == (solution.selection, solution.bound_us)
+    assert hinted.work <= solution.work
 
 
 # ---- the parts ----
