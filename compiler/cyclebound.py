@@ -47,6 +47,7 @@ class _Relaxation:
 
         self.graph = graph
         self.lp: Any = pywraplp.Solver.CreateSolver("GLOP")
+        self.unit = max(1, graph.floor(graph.choices.default))  # a step is about 1: the program is solved to absolute tolerances
         self.T = self.lp.NumVar(0, self.lp.infinity(), "T")
         self.x = [[self.lp.NumVar(0, 1, "") for _ in f.options] for f in graph.choices.families]
         for fractions in self.x:
@@ -90,7 +91,7 @@ class _Relaxation:
         most = const + sum(max((v for v in values if v > OFF // 2), default=0) for values in by_family.values())
         enough = min(0, distance * bound - most)
         terms = [(f, tuple(v if v > OFF // 2 else enough for v in values)) for f, values in by_family.items()]
-        return self.expression(Linear(const, tuple(terms)))
+        return self.expression(Linear(const, tuple(terms)), self.unit)
 
     def add_cut(self, cycle: Sequence[TimedEdge], bound: int = 0) -> None:
         """`bound`: a period already known to be too small or right."""
@@ -99,7 +100,7 @@ class _Relaxation:
         self.lp.Add(self.sum_of([*(e.weight for e in cycle), *works], distance, bound) <= distance * self.T)
 
     def solve(self) -> float | None:
-        return float(self.T.solution_value()) if self.lp.Solve() == self.lp.OPTIMAL else None
+        return float(self.T.solution_value()) * self.unit if self.lp.Solve() == self.lp.OPTIMAL else None
 
     def nearest(self) -> tuple[int, ...]:
         """Of every family the option that has most of the optimum."""

@@ -128,11 +128,13 @@ class EventGraph:
         return max(self.busy_us(selection).values(), default=0) // self.unit_us
 
     def in_units_of(self, unit_us: int) -> EventGraph:
-        """The graph with all weights rounded to `unit_us`: small numbers solve faster, and whole ones exactly."""
+        """The graph with all weights rounded down to `unit_us`: no cycle gets longer, so that bounds of its period hold."""
         assert self.unit_us == 1
+        if unit_us == 1:
+            return self
 
         def convert(value: int) -> int:
-            return value if value <= OFF // 2 else (2 * value + unit_us) // (2 * unit_us)
+            return value if value <= OFF // 2 else value // unit_us
 
         events = tuple(replace(e, busy=e.busy.map(convert)) for e in self.events)
         edges = tuple(replace(e, weight=e.weight.map(convert)) for e in self.edges)

@@ -2,8 +2,9 @@
 
     structured    structured.py: all layers of a kind alike but for a few counts, by the period of the event graph
     bound         cyclebound.py: a linear program over critical cycles, which no plan's period can be less than
-    CP-SAT        only where the two are further apart than the gap asked for: it has to find a step shorter by more than that,
-                  from the structured plan on, or the structured plan is kept
+    tightening    relaxation.py, where the two are further apart than the gap asked for: an integer program that proves a better
+                  bound, and proposes better plans
+    CP-SAT        where they still are: all of the event graph, from the best plan so far on
 
 CP-SAT's model: one time an event, the period, one-hot choices a family; the timed event graph, the streams' totals, the memory
 rows, the links between families; the objective is the period, and then, at that period, fewest departures from the rule and
@@ -14,7 +15,7 @@ plan is solved. Source: DESIGN §6; the formulation is that of periodic event sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidedp.compiler.choices import RESIDENT
@@ -23,12 +24,14 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
 from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.relaxation import Bounded, tighten
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import descend, feasible, period_of, simplify
 from slidedp.compiler.structured import search_structured
 
-RESOLUTION = 20_000
-"""Units that a step is cut into, about: the solver counts in whole ones, 0.005 % of a step each."""
+RESOLUTION = 1_000_000
+"""Units that a step is cut into, about. Times are rounded down to whole ones, so that what is proven for them is for the true
+ones; a critical cycle of a thousand of them is 0.1 % of a step too short at worst."""
 GAP = 1e-3
 TIME_LIMIT = 4.0
 """Deterministic seconds for the shortest step, each two or three real ones. A fraction of it goes to the second phase."""
@@ -81,42 +84,51 @@ def solve(
         ValueError: ortools is not installed, or no selection fits the memory rows (infeasible.py says why).
     """
     import_cp_model()
-    start = graph.choices.default
     hinted = graph.choices.encode(hint) if hint is not None else None
     if hinted is not None and not feasible(rows, hinted):
         hinted = None
-    unit_us = max(1, period_of(graph, hinted or start) // RESOLUTION)
-    scaled = graph.in_units_of(unit_us) if unit_us > 1 else graph
-    best, period, bound = find_start(scaled, rows, hinted, gap)
-    proof = shortest_step(scaled, rows, best, period, bound, gap, time_limit, near)
-    work = proof.work
-    if proof.selection != best:
+    start = find_start(graph, rows, hinted, gap, time_limit)
+    proof = shortest_step(graph, rows, start, gap, time_limit - start.work, near)
+    best, work = proof.selection, start.work + proof.work
+    if best not in (start.selection, hinted):
         around = neighbourhood(graph, best) if near else None
-        best, more = nearest_to_rule(scaled, rows, proof, gap, time_limit * SECOND_PHASE, around)
+        best, more = nearest_to_rule(graph, rows, proof, gap, time_limit * SECOND_PHASE, around)
         work += more
     cycle = max_cycle_ratio(graph, best)
     step_us = -(-cycle.ratio.numerator // cycle.ratio.denominator)
-    return Solution(best, graph.choices.decode(best), step_us, period_of(scaled, best) * unit_us,
-                    min(proof.bound * unit_us, step_us), cycle, proof.status, work)  # fmt: skip
+    unit_us = unit_of(step_us)
+    return Solution(best, graph.choices.decode(best), step_us, period_of(graph.in_units_of(unit_us), best) * unit_us,
+                    min(proof.bound, step_us), cycle, proof.status, work)  # fmt: skip
 
 
-def find_start(
-    graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, ...] | None, gap: float
-) -> tuple[tuple[int, ...], int, int]:
-    """(selection, period, bound) in units: the earlier plan if that is good enough, else the structured one, or the better."""
+def unit_of(step_us: int) -> int:
+    """Microseconds of CP-SAT's unit of time."""
+    return max(1, step_us // RESOLUTION)
+
+
+def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, ...] | None, gap: float,
+               time_limit: float) -> Bounded:  # fmt: skip
+    """The earlier plan if that is good enough, else the structured one or what comes of tightening, whose bound it has."""
     if hinted is not None:
         period, bound = period_of(graph, hinted), cycle_bound(graph, rows, hinted)
-        if period <= bound * (1 + gap):
-            return hinted, period, bound
-    found = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
-    if hinted is not None and period < found[1] * (1 - gap):
-        found = hinted, period
-    return *found, cycle_bound(graph, rows, found[0])
+        start = tighten(graph, rows, hinted, period, bound, gap, time_limit, rounds=1)
+        if period <= start.bound * (1 + gap):
+            return replace(start, selection=hinted, period=period)
+    found, period = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
+    bound, work = cycle_bound(graph, rows, found), 0.0
+    if hinted is not None:
+        bound, work = max(bound, start.bound), start.work
+        if start.period < period * (1 - gap):
+            found, period = start.selection, start.period
+    if not feasible(rows, found):
+        return Bounded(found, period, bound, work)
+    start = tighten(graph, rows, found, period, bound, gap, time_limit - work)
+    return replace(start, work=start.work + work)
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A selection, its period, and what none can be less than, in the graph's units."""
+    """A selection, its period, and what none can be less than, in microseconds."""
 
     selection: tuple[int, ...]
     period: int
@@ -125,25 +137,30 @@ class Proof:
     work: float
 
 
-def shortest_step(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...], period: int, bound: int, gap: float,
-                  time_limit: float, near: bool = False) -> Proof:  # fmt: skip
-    """CP-SAT from `best` on, whose selection is returned if nothing shorter by more than `gap` is found."""
-    fits = feasible(rows, best)
-    if fits and (period <= bound * (1 + gap) or time_limit < SHORTEST_RUN):
-        return Proof(best, period, bound, "OPTIMAL" if period <= bound * (1 + gap) else "FEASIBLE", 0.0)
+def shortest_step(graph: EventGraph, rows: Sequence[MemoryRow], start: Bounded, gap: float, time_limit: float,
+                  near: bool = False) -> Proof:  # fmt: skip
+    """CP-SAT from `start` on, whose selection is returned if nothing shorter by more than `gap` is found."""
+    best, period, bound = start.selection, start.period, start.bound
+    fits, proven = feasible(rows, best), period <= bound * (1 + gap)
+    if fits and (proven or time_limit < SHORTEST_RUN):
+        return Proof(best, period, bound, "OPTIMAL" if proven else "FEASIBLE", 0.0)
     around = neighbourhood(graph, best) if near and fits else None
-    model = _Model(graph, rows, 2 * max(period, bound), bound, around)
-    model.minimise_period(best, period if fits else None)
+    unit_us = unit_of(period)
+    scaled = graph.in_units_of(unit_us)
+    scaled_period = period_of(scaled, best)
+    model = _Model(scaled, rows, 2 * max(scaled_period, bound // unit_us), 0 if around else bound // unit_us, around)
+    model.minimise_period(best, scaled_period if fits else None)
     status, work = model.run(time_limit, gap)
     if status not in ("OPTIMAL", "FEASIBLE"):
         if not fits:
             raise ValueError(f"no plan fits the memory rows ({status.lower()})")
         return Proof(best, period, bound, "FEASIBLE", work)
     if around is None:
-        bound = max(bound, model.bound)
-    if not fits or model.period < period * (1 - gap):
-        best, period = model.selection(), model.period
-    return Proof(best, period, bound, status, work)
+        bound = max(bound, model.bound * unit_us)
+    found = period_of(graph, model.selection())
+    if not fits or found < period:
+        best, period = model.selection(), found
+    return Proof(best, period, bound, "OPTIMAL" if period <= bound * (1 + gap) else "FEASIBLE", work)
 
 
 def neighbourhood(graph: EventGraph, selection: Sequence[int]) -> list[set[int]]:
@@ -166,10 +183,14 @@ def nearest_to_rule(graph: EventGraph, rows: Sequence[MemoryRow], proof: Proof, 
     best = simplify(graph, rows, proof.selection, allowed)
     if around is not None:
         around = [options | {chosen} for options, chosen in zip(around, best, strict=True)]
-    model = _Model(graph, rows, allowed, proof.bound, around)
-    model.minimise_departures(best, period_of(graph, best))
+    unit_us = unit_of(allowed)
+    scaled = graph.in_units_of(unit_us)
+    model = _Model(scaled, rows, allowed // unit_us, min(proof.bound, allowed) // unit_us, around)
+    model.minimise_departures(best, period_of(scaled, best))
     status, work = model.run(time_limit, 0.05)
-    return (model.selection() if status in ("OPTIMAL", "FEASIBLE") else best), work
+    if status not in ("OPTIMAL", "FEASIBLE") or period_of(graph, model.selection()) > allowed:
+        return best, work
+    return model.selection(), work
 
 
 def import_cp_model() -> Any:

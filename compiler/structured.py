@@ -1,7 +1,10 @@
 """A good plan that reads well: all layers of a kind alike, but for a few counts. What is searched is a handful of whole numbers.
 
     alike      one option for the deliveries of all groups of a kind, and one for the returns of their gradients
-    resident   groups whose state is in HBM, in the order in which the next step needs them: their updates sit between two steps
+    resident   layers whose state is in HBM, in the order in which the next step needs them: their updates sit between two steps
+    scattered  of the layers above those, so many that are resident as well: evenly spread, so that every update of the host has
+               the compute of the layers around it to hide behind
+    ends       which groups of prologue and epilogue are resident, a bit each: they are larger than layers, and sit at the turns
     retained   layers that keep their activations, from the last down, whose backwards come first
     offloaded  of the layers below those, so many whose activations wait on the host: evenly spread, since a link carries one away
                in the time of several forwards
@@ -30,8 +33,10 @@ GRID = 8
 """Parts that the range of a count is cut into at first."""
 FREE = 5e-4
 """Share of a step that a plainer plan may cost."""
-COUNTS = ("resident", "held", "offloaded")
+COUNTS = ("ends", "resident", "scattered", "held", "offloaded")
 """Counts that are searched; `retained` follows from the room that they leave."""
+GIVEN_UP = ("held", "scattered", "resident", "ends")
+"""What makes room for another count, in this order, where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Shape:
 
     alike: tuple[int, ...]
     resident: int = 0
+    scattered: int = 0
+    ends: int = 0
     retained: int = 0
     offloaded: int = 0
     held: int = 0
@@ -63,7 +70,9 @@ class StructuredSearch:
         self.kinds = list(by_kind.values())
         place = {f.key: i for i, f in enumerate(families) if len(f.options) > 1}
         first_due = [w.group for w in self.graph.works]
-        self.states = [place[name, "state"] for name in first_due if (name, "state") in place]
+        states = [place[name, "state"] for name in dict.fromkeys(first_due) if (name, "state") in place]
+        self.states = [i for i in states if layer_index(families[i].group) is not None]
+        self.ends = [i for i in states if i not in self.states]
         self.acts = [i for i, f in reversed(list(enumerate(families))) if f.name == "act" and len(f.options) > 1]
         self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "hold") is not None]
 
@@ -83,17 +92,24 @@ class StructuredSearch:
         for i in self.holds[: shape.held]:
             twin = _twin(families[i], chosen[i], "hold")
             chosen[i] = chosen[i] if twin is None else twin
-        for i in self.states:
+        for i in (*self.ends, *self.states):
             home = next(o for o, option in enumerate(families[i].options) if option["state"] == "host")
             choose(chosen, i, home, self.partners)
-        for i in self.states[: shape.resident]:
+        for i in self.residents(shape):
             resident = families[i].resident
             assert resident is not None
             choose(chosen, i, resident, self.partners)
         return tuple(chosen)
 
+    def residents(self, shape: Shape) -> list[int]:
+        above = self.states[shape.resident :]
+        return [*(i for bit, i in enumerate(self.ends) if shape.ends >> bit & 1), *self.states[: shape.resident],
+                *(i for place, i in enumerate(above) if spread(place, shape.scattered, len(above)))]  # fmt: skip
+
     def most(self, count: str) -> int:
-        return len({"resident": self.states, "held": self.holds, "offloaded": self.acts, "retained": self.acts}[count])
+        """`ends` counts in binary."""
+        members = {"held": self.holds, "offloaded": self.acts, "retained": self.acts}.get(count, self.states)
+        return (1 << len(self.ends)) - 1 if count == "ends" else len(members)
 
     def fits(self, shape: Shape) -> bool:
         return feasible(self.rows, self.selection(shape))
@@ -115,6 +131,15 @@ class StructuredSearch:
         """`shape` with as many layers that retain as fit; None if nothing fits."""
         return most_that_holds(replace(shape, retained=0), "retained", self.most("retained"), self.fits)
 
+    def with_room(self, shape: Shape, count: str) -> Shape | None:
+        """`shape` filled, or with less of the other counts where it has no room; None if nothing fits."""
+        filled, shape = self.filled(shape), replace(shape, retained=0)
+        for other in GIVEN_UP:
+            if filled is None and other != count and getattr(shape, other):
+                filled = most_that_holds(shape, other, getattr(shape, other), self.fits)
+                shape = _with(shape, other, 0)
+        return filled
+
     # ---- the search ----
 
     def run(self) -> Shape | None:
@@ -135,9 +160,9 @@ class StructuredSearch:
     def starts(self) -> Iterator[Shape]:
         """Shapes to start from, of which the first that fits is taken: state at home, or the host has no room for it."""
         plain = Shape((0,) * len(self.kinds))
-        yield plain
-        for resident in range(1, len(self.states) + 1):
-            yield replace(plain, resident=resident)
+        for ends in (0, self.most("ends")):
+            for resident in range(len(self.states) + 1):
+                yield replace(plain, ends=ends, resident=resident)
 
     def best_count(self, best: Shape, count: str) -> Shape:
         """On a grid over all values, then on finer ones around the best."""
@@ -146,7 +171,7 @@ class StructuredSearch:
         tried = range(0, most + step, step)
         while True:
             for value in tried:
-                shape = self.filled(_with(best, count, min(value, most)))
+                shape = self.with_room(_with(best, count, min(value, most)), count)
                 if shape is not None and self.better(shape, best):
                     best = shape
             if step == 1:
@@ -180,7 +205,7 @@ class StructuredSearch:
             plain = replace(best, alike=(*best.alike[:kind], 0, *best.alike[kind + 1 :]))
             if good(plain):
                 best = plain
-        for count in ("held", "offloaded", "resident", "retained"):
+        for count in ("held", "offloaded", "scattered", "resident", "retained"):
             best = fewest_that_holds(best, count, good)
         return best
 
@@ -219,7 +244,7 @@ def fewest_that_holds(shape: Shape, count: str, holds: Callable[[Shape], bool]) 
 
 def _with(shape: Shape, count: str, value: int) -> Shape:
     counts: dict[str, int] = {count: value}
-    return Shape(shape.alike, **({c: getattr(shape, c) for c in ("resident", "retained", "offloaded", "held")} | counts))
+    return replace(shape, **counts)  # type: ignore[arg-type]
 
 
 def _twin(family: Family, option: int, weights: str) -> int | None:

@@ -43,10 +43,12 @@ CLOSED = 0.01
 """Solved and simulated step this near each other: nothing to correct."""
 WORTH = 1e-3
 """Share of a step that more slots must save."""
+ASKED_GAP = 5e-3
+"""Between a plan and its bound, as a share of the step: what the solver searches and proves until, as far as `LIMIT` goes."""
 TOLERANCE = 0.04
-"""Share of a step that is worth a search by CP-SAT, and a plan that reads worse: measured steps are 5 % from predicted ones."""
-LIMIT = 1.5
-"""Deterministic seconds of CP-SAT for a plan, all rounds together: four or five of the CPU, on 36 layers as on 80."""
+"""Share of a step that is worth a plan that reads worse: measured steps are 5 % from predicted ones."""
+LIMIT = 4.0
+"""Deterministic seconds of CP-SAT for a plan, all rounds together, each two of the CPU or three; most plans need a tenth."""
 POLISH = (4, 2, 1)
 """Steps in which the number of resident groups is brought to where the simulation, not the event graph, is fastest."""
 
@@ -125,7 +127,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     num_rounds, left = 0, LIMIT
     for num_rounds in range(1, ROUNDS + 1):
         solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best,
-                         gap=TOLERANCE, time_limit=left, near=True)  # fmt: skip
+                         gap=ASKED_GAP, time_limit=left, near=True)  # fmt: skip
         left -= solution.work
         first = first or solution
         simulated_us, timeline = judge(problem, solution.decisions)

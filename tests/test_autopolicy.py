@@ -15,7 +15,7 @@ from test_solver import Slow
 
 import slidedp
 from slidedp import decide as deciding
-from slidedp.autopolicy import AutoPlan, correct, is_tiny, judge
+from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, judge
 from slidedp.compiler.costs import WithFallback
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import default_decisions
@@ -58,7 +58,7 @@ def test_never_slower_than_the_rule(hw: str, world_size: int) -> None:
     assert record.bound_us <= record.step_us
     if world_size == 1:  # without links collectives compete with copies for the host's memory, which only the simulation sees
         assert record.step_us == pytest.approx(chosen_us, rel=0.05)
-        assert record.gap < 0.1
+        assert record.gap <= ASKED_GAP == 5e-3
     assert chosen.solve_s > 0
     memory = estimate_memory(layers, chosen.decisions)
     assert (memory.hbm_bytes, memory.host_bytes) <= (s.hw.hbm_bytes, s.hw.host_bytes)
@@ -239,6 +239,7 @@ def test_plan_files_record_the_proof(tmp_path: Path, capsys: pytest.CaptureFixtu
     from slidedp.cli import main
 
     monkeypatch.setattr(autopolicy, "TINY_STEP_US", 0)
+    monkeypatch.setattr(autopolicy, "LIMIT", 0.2)  # nothing here asks for a good plan
     config = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
               "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 128, "architectures": ["Qwen3ForCausalLM"]}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))

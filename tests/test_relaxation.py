@@ -1,0 +1,196 @@
+"""The bound: what it knows of waiting holds for every plan, and no plan of small models is shorter than it says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from stacks import stack
+from test_eventgraph import medium
+
+from slidedp.compiler.choices import Choices, find_choices
+from slidedp.compiler.costs import AnalyticCostModel, WithFallback
+from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.detours import Detours, always, tightened
+from slidedp.compiler.eventbuild import build_event_graph
+from slidedp.compiler.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.infeasible import fitting_start
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.maxplus import is_period, max_cycle_ratio, start_times
+from slidedp.compiler.memoryrows import MemoryRow, memory_rows
+from slidedp.compiler.ops import Op
+from slidedp.compiler.relaxation import Relaxation, tighten
+from slidedp.compiler.search import choose, feasible, partners_of, period_of
+from slidedp.compiler.solver import solve
+from slidedp.hardware import load_profile
+
+pytestmark = pytest.mark.null
+
+
+class Dice:
+    """Every kind of op of every layer some factor slower or faster than the profile says."""
+
+    def __init__(self, seed: int, world_size: int) -> None:
+        self.seed, self.analytic = seed, AnalyticCostModel(world_size)
+
+    def duration_us(self, op: Op, hw: HardwareProfile) -> int | None:
+        factor = random.Random(f"{self.seed} {op.kind} {op.layer}").choice((0.1, 0.5, 1.0, 1.0, 2.0, 6.0))
+        return round(factor * self.analytic.exact_us(op, hw))
+
+    def bytes(self, op: Op, hw: HardwareProfile) -> int | None:
+        return None
+
+
+def diced(layers: LayerGraph, hw_name: str, seed: int, policy: dict[str, Any] | None = None,
+          chunk_counts: tuple[int, ...] = (1, 4)) -> tuple[EventGraph, Choices]:  # fmt: skip
+    hw = load_profile(hw_name)
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, chunk_counts=chunk_counts)
+    costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), Dice(seed, layers.world_size))
+    return build_event_graph(layers, choices, OptionCosts(layers, hw, costs)), choices
+
+
+def any_selection(choices: Choices, rng: random.Random) -> tuple[int, ...]:
+    """Options at random, with those that are linked to them."""
+    selection, partners = list(choices.default), partners_of_choices(choices)
+    for i, family in enumerate(choices.families):
+        choose(selection, i, rng.randrange(len(family.options)), partners)
+    return tuple(selection)
+
+
+def partners_of_choices(choices: Choices) -> Any:
+    return partners_of(EventGraph(choices, (), ()))
+
+
+@pytest.mark.parametrize(("hw_name", "world_size"), [("h200x1", 1), ("a800x4-pcie", 4)])
+def test_all_that_is_known_of_waiting_holds_for_every_plan(hw_name: str, world_size: int) -> None:
+    """For random plans and costs, at the times of their own shortest step: every detour, learned or short, twin, and stall."""
+    rng, binding, stalling, twins = random.Random(1), 0, 0, 0
+    for seed in range(4):
+        layers = stack(5, 60_000_000, 90_000_000, world_size=world_size, tokens=60_000, width=2048)
+        graph, choices = diced(layers, hw_name, seed)
+        relaxation = Relaxation(graph, ())
+        num_short = len(relaxation.inequalities)
+        assert num_short
+        for _ in range(4):
+            relaxation.learn(any_selection(choices, rng), 0)
+        twins += len(relaxation.inequalities) - num_short - len(relaxation.known)
+        chain = relaxation.detours.chain
+        for _ in range(12):
+            selection = any_selection(choices, rng)
+            period = period_of(graph, selection)
+            times, busy = start_times(graph, selection, period), [graph.events[i].busy.at(selection) for i in chain]
+            begins = [times[i] for i in chain]
+            gaps = [after - begin - us for begin, after, us in zip(begins, [*begins[1:], begins[0] + period], busy, strict=True)]
+            assert min(gaps) >= 0
+            for i in relaxation.inequalities:
+                have = sum(gaps[k] for k in i.links) + i.laps * period
+                assert have >= i.need.at(selection), i
+                binding += have == i.need.at(selection)
+            for each in relaxation.stalls:
+                excess = sum(max(0, *(need.at(selection) for need in stall.needs)) for stall in each)
+                assert excess <= sum(gaps)
+                stalling += excess > 0
+    assert binding > 20
+    assert stalling > 10
+    assert twins > 0
+
+
+SMALL: list[tuple[str, int, dict[str, Any]]] = [
+    ("h200x1", 1, {"chunks": 4, "source": "shadow"}),  # what is kept, held and resident
+    ("a800x4-pcie", 4, {"chunks": 1, "state": "host", "weights": "stream", "layers": {
+        "prologue": {"delivery": "sharded", "reduction": "gpu", "source": "shadow"},
+        "epilogue": {"delivery": "sharded", "reduction": "gpu", "source": "shadow"}, "L01": {"source": "cast"}}}),  # routes
+]  # fmt: skip
+
+
+@cache
+def plans(case: int) -> tuple[LayerGraph, Choices, tuple[tuple[int, ...], ...]]:
+    """A model of two layers, and all plans of it."""
+    hw_name, world_size, policy = SMALL[case]
+    layers = stack(2, 60_000_000, 90_000_000, world_size=world_size, tokens=40_000, width=2048)
+    _, choices = diced(layers, hw_name, 0, policy)
+    every = product(*(range(len(f.options)) for f in choices.families))
+    linked = (s for s in every if all((s[k.a] == k.a_option) == (s[k.b] == k.b_option) for k in choices.links))
+    return layers, choices, tuple(linked)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", range(len(SMALL)))
+def test_no_plan_is_shorter_than_the_bound(case: int, seed: int) -> None:
+    """All plans of two layers, random costs, budgets from the least up: the gap reported is no less than the true one."""
+    (hw_name, _, policy), (layers, choices, every) = SMALL[case], plans(case)
+    graph, _ = diced(layers, hw_name, seed, policy)
+    hw = load_profile(hw_name)
+    rows = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
+    least = rows[0].needed(fitting_start((replace(rows[0], budget=0), rows[1]), choices) or choices.default)
+    most = max(rows[0].needed(s) for s in every)
+    for room in (0.0, 0.3, 1.0):
+        some = (replace(rows[0], budget=round(least + room * (most - least))), rows[1])
+        fitting = [s for s in every if feasible(some, s)]
+        solution = solve(graph, some, gap=1e-3)
+        assert solution.selection in fitting
+        assert solution.step_us == -(-max_cycle_ratio(graph, solution.selection).ratio // 1)
+        start = min(fitting, key=graph.floor)
+        tightened_from = tighten(graph, some, start, period_of(graph, start), 0, 0.0, 4.0)
+        bound = max(solution.bound_us, tightened_from.bound)
+        assert tightened_from.selection in fitting
+        assert not any(graph.floor(s) < bound and is_period(graph, s, bound - 1) for s in fitting)
+
+
+def test_the_bound_is_near_where_offloads_would_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reloads longer than the backwards that they hide behind: sums alone would let all layers offload, and prove nothing."""
+    layers, hw = stack(8, 60_000_000, 90_000_000, tokens=40_000, width=4096), load_profile("h200x1")
+    choices = find_choices(layers, default_decisions(layers, hw))
+    costs = WithFallback(AnalyticCostModel(1, layers.compute_dtype))
+    graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
+    free = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
+    need = free[0].needed(choices.default) + 3 * layers.stage("L00").activation_bytes
+    rows: tuple[MemoryRow, ...] = (replace(free[0], budget=need), free[1])
+    solution = solve(graph, rows, gap=5e-3)
+    assert solution.gap <= 5e-3
+    assert solution.work <= 1.0
+    assert sum(d.act == "recompute" for d in solution.decisions.groups.values()) > 2
+    without = Relaxation(graph, rows)
+    without.stalls, without.inequalities = [], []
+    _, sums_alone, _ = without.propose(solution.selection, solution.step_us, 0, 5e-3, 4.0)
+    assert sums_alone < 0.97 * solution.step_us
+    assert solve(graph, rows, gap=5e-3) == solution  # deterministic, work included
+    monkeypatch.setattr("slidedp.compiler.solver.search_structured", None)  # a hint that is good enough is kept without a search
+    hinted = solve(graph, rows, hint=solution.decisions, gap=5e-3)
+    assert (hinted.selection, hinted.bound_us) == (solution.selection, solution.bound_us)
+    assert hinted.work <= solution.work
+
+
+# ---- the parts ----
+
+
+def test_tightened() -> None:
+    """No option's part turns the right side to less than nothing; what never asks for anything is None."""
+    linear = Linear(10, ((0, (5, OFF, -4)), (1, (0, -30))))
+    assert tightened(linear) == Linear(15, ((0, (0, -15, -9)), (1, (0, -15))))
+    assert tightened(linear, base=12) == Linear(15, ((0, (0, -3, -3)), (1, (0, -3))))
+    assert tightened(Linear(-5, ((0, (5, OFF)),))) is None
+
+
+def test_a_wait_counts_only_if_it_holds_whenever_the_transfer_takes_time() -> None:
+    busy = Linear(0, ((3, (0, 7, 9)),))
+    assert always(busy, Linear(4, ((3, (OFF, 0, 0)),)), Linear(4))
+    assert not always(busy, Linear(4, ((3, (0, OFF, 0)),)), Linear(4))
+    assert not always(busy, Linear(4, ((2, (OFF, 0)),)), Linear(4))
+
+
+def test_windows_of_reloads() -> None:
+    """Every layer's reload has one, between the backward two layers above and its own recompute."""
+    graph, _ = diced(medium(5), "h200x1", 0)
+    detours = Detours(graph)
+    name = {event: e.name for event, e in enumerate(graph.events)}
+    reloads = {name[i]: detours.window(i) for i in name if name[i].startswith("act_reload")}
+    assert len(reloads) == 5
+    begin, end = reloads["act_reload.L01"] or (0, 0)
+    assert (name[detours.chain[begin]], name[detours.chain[end]]) == ("bwd.L03", "recompute.L01")
