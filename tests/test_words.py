@@ -16,7 +16,7 @@ from slidedp.executor.liveness import Watchdog, is_alive, process_start_time
 from slidedp.executor.meetings import Meetings
 from slidedp.executor.segment import SharedSegment
 from slidedp.executor.tickets import Ticket
-from slidedp.executor.words import LEFT, LOSS_DEPTH, AbortReason, Board, PeerError, Words, WordsLayout
+from slidedp.executor.words import LEFT, LOSS_DEPTH, NUM_VALUES, AbortReason, Board, PeerError, Words, WordsLayout
 
 pytestmark = pytest.mark.cpu
 
@@ -103,7 +103,7 @@ def test_meetings_carry_lists_and_bytes_of_any_length_beside_the_steps(make_rank
             meetings = Meetings(words, board, lambda: None, lambda e: e)
             out.append((meetings.gather_ints([words.rank * 100 + i for i in range(19)]), meetings.exchange_ints([words.rank]),
                         meetings.broadcast_bytes(b"" if words.rank else b"x" * 77), meetings.barrier()))  # fmt: skip
-            assert words.exchange(len(out), [7]) == [[7] + [0] * 7] * 2
+            assert words.exchange(len(out), [7]) == [[7] + [0] * (NUM_VALUES - 1)] * 2
         return out
 
     want = ([list(range(19)), list(range(100, 119))], [0], b"x" * 77, None)
