@@ -71,6 +71,9 @@ class Backend(Protocol):
     def release_cached(self) -> None:
         """Once the calling stream's work is done, gives back what the allocator holds and nothing uses."""
 
+    def cap(self, num_bytes: int) -> None:
+        """The allocator reserves no more than this until `close`, fragments included; a limit that is there already stays."""
+
     def memory_in_use(self) -> str:
         """The allocator's numbers, for messages; '' where there is no device with one."""
 
@@ -128,6 +131,9 @@ class CpuBackend:
         torch.set_rng_state(state.cpu)
 
     def release_cached(self) -> None:
+        pass
+
+    def cap(self, num_bytes: int) -> None:
         pass
 
     def memory_in_use(self) -> str:

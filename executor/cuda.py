@@ -90,6 +90,7 @@ class CudaBackend:
         if self.device.index >= torch.cuda.device_count():
             raise ValueError(f"device: {self.device} does not exist, this process sees {torch.cuda.device_count()}")
         torch.cuda.init()
+        self._capped = False
         self._clock = Clock(self.device)
         self._memory = PinnedMemory(self.device)
         self._staging = _StagingPool(self.device, self._memory)
@@ -148,6 +149,13 @@ class CudaBackend:
         torch.cuda.current_stream(self.device).synchronize()
         torch.cuda.empty_cache()
 
+    def cap(self, num_bytes: int) -> None:
+        """At the limit torch first frees what it keeps for later, then refuses: see fallback.py."""
+        if torch.cuda.get_per_process_memory_fraction(self.device) >= 1:
+            total = torch.cuda.mem_get_info(self.device)[1]
+            torch.cuda.set_per_process_memory_fraction(min(num_bytes / total, 1.0), self.device)
+            self._capped = True
+
     def memory_in_use(self) -> str:
         free, total = torch.cuda.mem_get_info(self.device)
         share = torch.cuda.get_per_process_memory_fraction(self.device)
@@ -169,6 +177,9 @@ class CudaBackend:
         self._clock.anchor()
 
     def close(self) -> None:
+        if self._capped:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self._capped = False
         self._staging.clear()
         self._memory.close()
 

@@ -48,11 +48,14 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a plan was made for, for messages. `rows`: of a step's batch; slices can cut it into as many."""
+    """What a plan was made for, for messages. `rows`: of a step's batch; slices can cut it into as many. `named`: the budget is
+    the user's, and the allocator keeps to it.
+    """
 
     hbm_bytes: int = 0
     budget_bytes: int = 0
     rows: int = 1
+    named: bool = False
 
     def __str__(self) -> str:
         return f"planned {format_bytes(self.hbm_bytes)} of a budget of {format_bytes(self.budget_bytes)}"
@@ -155,8 +158,9 @@ class Fallback:
         """What the user can do. A layer's own need shrinks with the rows that it runs on at a time."""
         more = [n for n in (2, 4, 8, 16, 32, 64) if num_slices < n <= self.expected.rows]
         slices = f"run the batch through each layer in pieces (policy: slices={more[0]}), " if more else ""
-        return (f"Use a smaller batch, {slices}or compile with a smaller hbm_budget, so that slots and state leave more of the "
-                "device's memory free")
+        budget = ("larger hbm_budget" if self.expected.named else
+                  "smaller hbm_budget, so that slots and state leave more of the device's memory free")
+        return f"Use a smaller batch, {slices}or compile with a {budget}"
 
     def notes(self, num_lanes: int) -> tuple[str, ...]:
         """For reports: what is not as planned any more."""

@@ -70,12 +70,13 @@ class Machine:
         model: the user's module; its parameters become views of the master weights.
         plan: of the first specialisation; later ones must share groups and decisions.
         others: what it may be switched to (switching.py); the host has room for each of them.
+        hbm_budget, host_budget: bytes that the device's allocator reserves at most, and that the shared state may take.
         collectives: connects the ranks. Construction is collective, as are `run`, `agree` and `synchronize` in effect.
     """
 
     def __init__(self, model: nn.Module, plan: Lowered, *, others: Sequence[Lowered] = (), collectives: Collectives,
                  device: torch.device, optimizer: AdamW, compute_dtype: torch.dtype, grad_dtype: torch.dtype,
-                 host_budget: int | None = None, options: MachineOptions | None = None) -> None:
+                 hbm_budget: int | None = None, host_budget: int | None = None, options: MachineOptions | None = None) -> None:
         layers, self.plan, self.options = plan.layers, plan, options or MachineOptions()
         self.dtypes = compute_dtype, grad_dtype
         self.collectives, self.optimizer = collectives, optimizer
@@ -110,6 +111,8 @@ class Machine:
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
         self.meetings = Meetings(self.words, Board.STEP, self.failure.check, self.failure.cause)
         self.saves = Saves(self.words, self.failure, self.counters)
+        if hbm_budget is not None:
+            self.backend.cap(hbm_budget)  # `close` lifts it
         try:
             self.start()
         except BaseException as e:

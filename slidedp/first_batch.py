@@ -94,8 +94,8 @@ def build(planner: Planner, spec: Specialisation, trial: Trial | None, collectiv
     try:
         machine = Machine(
             planner.model, spec.lowered, others=trial.others if trial else [], collectives=collectives, device=s.device,
-            optimizer=optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, host_budget=s.host_budget,
-            options=options)
+            optimizer=optimizer, compute_dtype=s.compute_dtype, grad_dtype=s.grad_dtype, hbm_budget=s.hbm_budget,
+            host_budget=s.host_budget, options=options)
     except HostMemoryError:
         if trial is None:
             raise

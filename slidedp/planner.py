@@ -218,7 +218,8 @@ class Planner:
 
     def expected(self, draft: Draft, decisions: Decisions) -> Expected:
         rows = min((shape[0] for shape in draft.shapes.values() if shape), default=1)
-        return Expected(estimate_memory(draft.layers, decisions).hbm_bytes, self.hbm_bytes, rows)
+        return Expected(estimate_memory(draft.layers, decisions).hbm_bytes, self.hbm_bytes, rows,
+                        named=self.settings.hbm_budget is not None)
 
     @property
     def hbm_bytes(self) -> int:

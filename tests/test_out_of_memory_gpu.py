@@ -43,11 +43,12 @@ def allow() -> Iterator[Any]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def compiled(act: str) -> slidedp.Plan:
+def compiled(act: str, **options: Any) -> slidedp.Plan:
     torch.manual_seed(0)
     model = rounded(PlainGPT(width=256, layers=8, dropout=0.2))
     torch.manual_seed(1)
-    return slidedp.compile(model, device="cuda", optimizer=slidedp.AdamW(lr=1e-3), policy={"act": act}, measure=False)
+    return slidedp.compile(model, device="cuda", optimizer=slidedp.AdamW(lr=1e-3), policy={"act": act}, measure=False,
+                           **options)
 
 
 def train(act: str) -> tuple[list[float], dict[str, torch.Tensor], int, tuple[str, ...]]:
@@ -81,6 +82,22 @@ def test_less_memory_than_the_plan_needs(allow):
     assert "Tried to allocate" in str(warning.message)
     assert "of which this process may use" in str(warning.message)
     assert "since step 1, for want of memory: L" in notes[0]
+
+
+@pytest.mark.usefixtures("deterministic", "allow")
+def test_a_named_budget_bounds_what_is_reserved():
+    """Fragments included, and it is lifted with the plan."""
+    losses, weights, low, _ = train("recompute")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    budget = low + (256 << 20)
+    with compiled("recompute", hbm_budget=budget) as plan:
+        assert [plan.run(batch).loss for batch in BATCHES] == losses
+        assert all(torch.equal(p, weights[n]) for n, p in plan.model.named_parameters())
+        assert torch.cuda.get_per_process_memory_fraction() < 1
+        assert torch.cuda.max_memory_reserved() <= budget
+        assert plan.memory().notes == ()
+    assert torch.cuda.get_per_process_memory_fraction() == 1
 
 
 def test_less_memory_than_any_plan_needs(allow):
