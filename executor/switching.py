@@ -114,6 +114,7 @@ def drop(machine: Machine) -> None:
     m.interpreters.clear()
     m.adam.unbind()
     m.buffers.free()
+    m.runners.clear()
     m.runners = Runners(m.binding, m.backend)
     m.last_published.clear()  # of ops of that plan; all that they have done is seen
     m.collectives.release()

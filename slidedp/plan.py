@@ -209,6 +209,7 @@ class Plan:
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         self._counts = all(row.as_planned for row in posted)
         if self._counts and self._trial is not None and self._trial.over:
+            del interpreter  # it holds the slots of a plan that may go
             self._take_turns(machine, self._trial)
             return self._begin(batch, training=training)  # with what is to run now
         total = sum(row.valid for row in posted)

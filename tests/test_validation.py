@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,28 @@ def test_what_comes_between(tmp_path: Any, want: str) -> None:
     with on_trial(PLANS["cast"], slower(True)):
         got, _ = train(disturb, validate=1)
     assert got == plain
+
+
+@pytest.mark.parametrize("policy", [PLANS["cast"], PLANS["offload"] | {"layers": {"L01": HBM}}], ids=["cast", "offload"])
+def test_one_plan_at_a_time_has_slots(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the plan before are gone before the other's are made, whatever results of its steps the user keeps."""
+    left, results = [], []
+    drop = switching.drop
+
+    def dropped(machine: Any) -> None:
+        slots = {place: weakref.ref(slot) for place, slot in machine.buffers._slots.items()}
+        drop(machine)
+        gc.collect()  # as a backend with a device does
+        left.append([place for place, slot in slots.items() if slot() is not None])
+
+    monkeypatch.setattr(switching, "drop", dropped)
+    with on_trial(policy, slower(False)), slidedp.compile(model(), "cpu", optimizer=OPTIMIZER, validate=1) as plan:
+        for i, batch in enumerate(batches(5)):
+            results.append(plan.run(batch))
+            if i in (1, 3):
+                plan.evaluate(batch)
+    assert left == [[], []]
+    assert results[0].exposed_s >= 0
 
 
 def test_other_shapes_do_not_count() -> None:
