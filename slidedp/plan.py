@@ -156,12 +156,19 @@ class Plan:
         Of several ranks, `busy_us` of the collectives is what they took once all ranks were there; `peer_wait_us` is this
         rank's time before that. Recording costs a few microseconds an op. `critical` is empty: what an op waited for is not
         recorded.
+
+        Raises ValueError for no batch; else what `run` raises, and PeerError where ranks have different numbers of them.
         """
+        self._require_open()
         self.synchronize()
+        if isinstance(batches, Mapping):
+            raise BatchError("measure takes batches, one for each step: measure([batch]) for one step")
         batches = list(batches)
-        if self._machine is None and batches:
+        if not batches:
+            raise BatchError("measure runs a step for each batch, and has been given none")
+        if self._machine is None:
             self._start(batches[0])
-        assert self._machine is not None, "measure needs a batch"
+        assert self._machine is not None
         self._recording = True  # a validation goes on after this
         try:
             with self._machine.recording() as events:
@@ -170,7 +177,7 @@ class Plan:
                 self._machine.synchronize()
         finally:
             self._recording = False
-        return measured_timeline(events, len(batches), peer_wait_s(events, self._collectives))
+        return measured_timeline(events, len(batches), peer_wait_s(events, self._machine.meetings))
 
     def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:

@@ -18,11 +18,12 @@ from training import state_of
 
 import slidedp
 from slidedp.executor.checkpoint_files import FileLayer
+from slidedp.executor.words import PeerError
 
 
 def one_evaluates(directory: str) -> list[str]:
     """Rank 1 evaluates where rank 0 trains, and then has converted its model when both save: both are told, nothing changes, and
-    the next step runs."""
+    the next step runs. Then it measures a step more than rank 0, which ends both."""
     rank, _ = start()
     with slidedp.compile(build(rank), "cpu") as plan:
         plan.run(shares(2, 0)[rank])
@@ -42,7 +43,12 @@ def one_evaluates(directory: str) -> list[str]:
             saved = str(e)
         plan.run(shares(2, 0)[rank])
         assert state_of(plan).digest() != before
-    return [message, saved]
+        try:
+            plan.measure([shares(2, 0)[rank]] * (1 + rank))
+            measured = "no error"
+        except PeerError as e:
+            measured = str(e)
+    return [message, saved, measured]
 
 
 class Fragile(nn.Module):
