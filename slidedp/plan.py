@@ -356,14 +356,17 @@ class Plan:
         machine = self._machine
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
-        machine.saves.finish()
         problem, looked = None, machine.exposed
         try:
+            machine.saves.finish()
             machine.take_back_model()
         except ValueError as e:  # the other ranks are waiting to hear of it
             problem = e
         machine.exposed = looked  # what is written into the model from here on counts in the next step
-        posted = exchange(machine, Posted(failed=int(problem is not None), call=SAVES, changed=int(machine.changed)))
+        failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
+        posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.changed)))
+        if any(row.failed == SAVE_FAILED for row in posted):
+            machine.saves.tell()
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)

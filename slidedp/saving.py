@@ -30,10 +30,13 @@ def start_save(machine: Machine, decisions: Decisions, directory: Path, extra: M
                files: FileLayer, optimizer: Mapping[str, Any] | None, buffer_bytes: int) -> SaveHandle:
     """Begins a checkpoint of the drained `machine`; the updates of its next step wait for it. Collective.
 
-    Raises ValueError for arguments that will not do; on every rank if the checkpoint cannot be begun.
+    Raises ValueError, on every rank, for arguments of any that will not do, and where the checkpoint cannot be begun.
     """
-    training = facts_of_training(machine, extra, keep, optimizer)
-    snapshot = Snapshot(machine.state, decisions, machine.resident, buffer_bytes)
+    def ready() -> tuple[dict[str, Any], Snapshot]:
+        training = facts_of_training(machine, extra, keep, optimizer)
+        return training, Snapshot(machine.state, decisions, machine.resident, buffer_bytes)
+
+    training, snapshot = on_all(machine.meetings, ready)
     with told_where(directory):
         target = begin_on_all(directory, training["step"], machine.meetings, files)
     writer = Writer(machine, partial_of(target), training, files)
