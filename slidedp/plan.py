@@ -38,7 +38,6 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
-from slidedp.compiler.units import parse_bytes
 from slidedp.compiler.verdict import Verdict
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import open_collectives
@@ -265,6 +264,7 @@ class Plan:
                 problem = e
             self._raise_on_all_ranks(problem)
             assert draft is not None
+            self._refuse_if_starts_differ(batch, draft.signature)
             times_s = [time.perf_counter()]
             self._planner.measurement = measured_stages(self._model, to_measure, lanes[0], self._settings, self._collectives)
             times_s.append(time.perf_counter())
@@ -281,6 +281,11 @@ class Plan:
                 spec = self._planner.finish(draft, decisions)
                 if self._resume_from is not None:
                     require_same_model(self._resume_from, draft.layers.groups)
+            except ValueError as e:
+                problem = e
+            self._raise_on_all_ranks(problem)
+            self._refuse_if_starts_differ(batch, spec.signature(training=True))
+            try:
                 self._trial = trial.begin(spec)
                 self._machine = self._build(spec)
                 self._current = spec
@@ -290,6 +295,15 @@ class Plan:
         if self._resume_from is not None:
             self._load_or_undo(self._resume_from)
         self._finalizer = weakref.finalize(self, close_quietly, self._machine)
+
+    def _refuse_if_starts_differ(self, batch: Batches, signature: int) -> None:
+        """BatchError, on every rank, where the ranks' first batches would make other plans, or other steps. Collective."""
+        rows = self._collectives.gather_ints([num_batches(batch), signature])
+        try:
+            refuse_if_ranks_differ([Posted(valid=1, num_batches=num, signature=ops) for num, ops in rows], self._ranks.rank)
+        except BatchError:
+            self._planner = Planner(self._model, self._settings)  # what has been planned so far was for these batches
+            raise
 
     def _load_or_undo(self, found: Checkpoint) -> None:
         assert self._machine is not None
@@ -378,7 +392,7 @@ class Plan:
         machine.synchronize()
         machine.show_state(machine.num_steps)  # of groups that speculate, the side that the last step has left
         return start_save(machine, self.decisions, Path(directory), extra, keep, FileLayer(), self.optimizer.settings(),
-                          parse_bytes(save_buffer))
+                          save_buffer)
 
     def resume(self, directory: str | Path) -> Checkpoint:
         """Go on from the newest undamaged checkpoint under `directory` (or from `directory`, if it is one); says which.

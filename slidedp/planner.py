@@ -183,6 +183,11 @@ class Draft:
         """Of a specialisation: traces are kept, so they are known by identity."""
         return tuple(map(id, self.traces))
 
+    @property
+    def signature(self) -> int:
+        """Of the parameter groups, which decisions go by: the same on all ranks."""
+        return zlib.crc32("\n".join(f"{g.name} {g.numel}" for g in self.layers.groups).encode())
+
 
 class Planner:
     """Plans `model` under `settings`: a trace per shape, dtype, mode and guard values, a specialisation per sequence of traces.
@@ -417,7 +422,10 @@ def with_costs_of(graph: OpGraph, spec: Specialisation) -> OpGraph:
 
 
 def with_possible_rows(layers: LayerGraph, decisions: Decisions) -> Decisions:
-    """`decisions` with rows split only where that can be: what a plan says of its first step holds for all later ones."""
+    """`decisions` with rows split only where that can be: what a plan says of its first step holds for all later ones.
+
+    Not of a plan with slices: a rank whose batch is of one row would split, and others could not.
+    """
     whole = {g.name: replace(decisions.of(g.name), rows=Rows.WHOLE) for g in layers.groups
-             if decisions.of(g.name).rows is Rows.SPLIT and possible_split(layers, g) is None}
+             if decisions.of(g.name).rows is Rows.SPLIT and (decisions.slices > 1 or possible_split(layers, g) is None)}
     return replace(decisions, groups=decisions.groups | whole) if whole else decisions

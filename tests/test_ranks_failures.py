@@ -19,6 +19,16 @@ def test_one_rank_evaluates_where_the_other_trains(run_ranks, tmp_path):
     assert all("the ranks have diverged" in r[2] for r in (zero, one))
 
 
+def test_first_batches_that_differ(run_ranks):
+    zero, one = (r.value for r in run_ranks(failure_cases.starts_differ, 2))
+    assert "rank 1 was given 2 micro-batches, rank 0 1" in zero["messages"][0]
+    assert "rank 0 was given 1 micro-batch, rank 1 2" in one["messages"][0]
+    assert "the batch of rank 1 uses other layers than that of rank 0" in zero["messages"][1]
+    assert "the batch of rank 0 uses other layers than that of rank 1" in one["messages"][1]
+    assert zero["losses"] == one["losses"]
+    assert zero["losses"][2] == pytest.approx(zero["losses"][1], rel=1e-6)
+
+
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
 def test_a_rank_that_fails_and_lives_is_named(run_ranks, delivery):
     """While it lives: after its end it would be named anyway, but not with what it said."""
