@@ -180,6 +180,10 @@ def test_other_shapes_do_not_count() -> None:
 def test_ranks(run_ranks: Any, tmp_path: Any) -> None:
     """The slowest rank counts; a verdict from the cache; and where one rank has no room for the default, all go back and on."""
     results = [r.value for r in run_ranks(validation_cases.on_ranks, 2, str(tmp_path), timeout=120)]
+    assert "(rank 1 could not set it up (it says why itself))" in results[0]["no room"].pop("said")
+    said = results[1]["no room"].pop("said")
+    assert said.startswith("rank 1: the plan is not validated")
+    assert "(RuntimeError: no memory for this)" in said
     for r in results:
         assert r["got"] == results[0]["want"]
         assert (r["kept"], r["measured"]) == (PLAN, [2_000_000, 3_000_000])
