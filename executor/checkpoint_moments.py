@@ -52,7 +52,7 @@ class ResidentMoments:
 
     def _of(self, part: Sequence[str]) -> list[Group]:
         there = self._resident.groups if self._resident else {}
-        return [self._state.groups[name] for name in part if name in there]
+        return [g for g in (self._state.groups[name] for name in part) if g.name in there and g.trainable]
 
     def _open(self, parts: Sequence[Sequence[Group]]) -> SharedSegment | None:
         most = max((sum(8 * g.num_trainable for g in groups) for groups in parts), default=0)

@@ -27,6 +27,11 @@ class GradientSlots:
         """A new step: no parameter has a gradient."""
         self._present.clear()
 
+    def clear(self) -> None:
+        """The slots are given back: nothing is kept of them."""
+        self._views.clear()
+        self._present.clear()
+
     @torch.no_grad()
     def write(self, group: str, flat: Tensor, grads: Sequence[Tensor | None], accumulate: bool) -> dict[str, bool]:
         """`grads`: of the group's trainable parameters, in order, None where there is none. Added if `accumulate`.

@@ -103,11 +103,11 @@ class HostState:
         try:
             for name, nbytes in self.layout.segment_bytes.items():
                 self._segments[name] = SharedSegment(f"host state ({name})", nbytes, rank=rank, exchange=exchange)
+            if barrier is not None:
+                barrier()  # rank 0 must not close a segment that another rank is about to open
         except BaseException:
             self._release()
             raise
-        if barrier is not None:
-            barrier()  # rank 0 must not close a segment that another rank is about to open
         self.words = Words(self._segments["control"], control, rank)
         self.serve(decisions)
 

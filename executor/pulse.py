@@ -34,8 +34,9 @@ WAITING = frozenset({Stream.COMM, Stream.UPDATE, Stream.CPU})
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A rank's row. `arrived`: the turn that it has called `run` (or `evaluate`, `save`) for; `turn`: the last one submitted, of
-    `step`. `fresh`: the last turn that had a graph run for the first time. `loads`: of batches since `arrived`, twice what it has
-    ended, and one more while it is in one. `ops`: stream -> op that it is in.
+    `step`. `fresh`: the last turn that had a graph run for the first time. `saving`: what it has under way that is at files.
+    `loads`: of batches since `arrived`, twice what it has ended, and one more while it is in one. `ops`: stream -> op that it is
+    in.
     """
 
     beat: int
@@ -78,6 +79,7 @@ class Pulse:
         self._rows = words.pulse
         self._mine: np.ndarray = words.pulse[words.rank]
         self._bytes = memoryview(self._mine.view(np.uint8))  # type: ignore[arg-type]
+        self._saving_lock = threading.Lock()
 
     # ---- written ----
 
@@ -103,8 +105,9 @@ class Pulse:
         self._mine[_TURN] = turn
 
     def saving(self, now: bool) -> None:
-        """Updates may wait for a disk."""
-        self._mine[_SAVING] = now
+        """Updates may wait for a disk, or not any more; what goes on beside training and what does not overlap."""
+        with self._saving_lock:  # the save's thread and the user's
+            self._mine[_SAVING] += 1 if now else -1
 
     def started(self, stream: Stream, op: str) -> None:
         """The stream's thread is in `op`: it waits for no other op any more."""

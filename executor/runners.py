@@ -36,4 +36,6 @@ class Runners:
         return out
 
     def clear(self) -> None:
+        """Results of steps may be kept for long, and keep their runners: these let go of the slots."""
         self._of.clear()
+        self.slots.clear()

@@ -51,7 +51,14 @@ class Lowered:
 
 
 class SwitchError(RuntimeError):
-    """A rank could not set the other plan up; all ranks have the plan again that they had, and nothing is lost."""
+    """A rank could not set the other plan up; all ranks have the plan again that they had, and nothing is lost.
+
+    `own`: it was this rank, and perhaps others too.
+    """
+
+    def __init__(self, message: str, *, own: bool) -> None:
+        super().__init__(message)
+        self.own = own
 
 
 def equip(machine: Machine, plan: Lowered, there: Mapping[str, Tensor] | None = None, but: Collection[str] = ()) -> None:
@@ -114,6 +121,7 @@ def drop(machine: Machine) -> None:
     m.interpreters.clear()
     m.adam.unbind()
     m.buffers.free()
+    m.runners.clear()
     m.runners = Runners(m.binding, m.backend)
     m.last_published.clear()  # of ops of that plan; all that they have done is seen
     m.collectives.release()
@@ -155,4 +163,4 @@ def switch(machine: Machine, plan: Lowered) -> None:
     drop(machine)
     enter(machine, before, there, stay)
     machine.agree([])
-    raise SwitchError(problem or f"rank {failed.index(1)} could not set it up (its own error says why)")
+    raise SwitchError(problem or f"rank {failed.index(1)} could not set it up (it says why itself)", own=bool(problem))

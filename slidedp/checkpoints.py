@@ -50,11 +50,12 @@ def save(machine: Machine, directory: Path, extra: Mapping[str, Any] | None, kee
          optimizer: Mapping[str, Any] | None = None) -> Path:
     """Writes a checkpoint of the drained `machine`; returns its path. Collective.
 
-    Raises ValueError for an `extra` that is not JSON; on every rank if a rank cannot write. What was there stays as it was.
+    Raises ValueError, on every rank, for an `extra` of any that is not JSON, and where one cannot write. What was there stays as
+    it was.
     """
     collectives, state, model, device = machine.meetings, machine.state, machine.binding.model, machine.backend.device
-    training = facts_of_training(machine, extra, keep, optimizer)
     with machine.failure.at_files(), told_where(directory):
+        training = on_all(collectives, lambda: facts_of_training(machine, extra, keep, optimizer))
         target = begin_on_all(directory, training["step"], collectives, files)
         moments = ResidentMoments(state, machine.resident, collectives)
         mine = on_all(collectives, lambda: content.write_part(partial_of(target), state, model, training, device, files, moments))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slidedp.agreement import agree_on_decisions, refuse_if_options_differ
-from slidedp.batch import BatchError, Batches, check_lanes
+from slidedp.agreement import Posted, agree_on_decisions, refuse_if_options_differ, refuse_if_ranks_differ
+from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import measured_stages
 from slidedp.checkpoints import Checkpoint, require_same_model
 from slidedp.compiler.optimizer import AdamW
@@ -41,6 +41,7 @@ def start(planner: Planner, batch: Batches, collectives: Collectives, optimizer:
     started = None
     with torch.inference_mode(False):
         lanes, draft, to_measure = draft_together(planner, batch, collectives)
+        refuse_if_starts_differ(collectives, batch, draft.signature)
         times_s = [time.perf_counter()]
         planner.measurement = measured_stages(planner.model, to_measure, lanes[0], planner.settings, collectives)
         times_s.append(time.perf_counter())
@@ -85,6 +86,12 @@ def draft_together(planner: Planner, batch: Batches, collectives: Collectives) -
     raise_on_all_ranks(collectives, problem)
     assert draft is not None
     return lanes, draft, to_measure
+
+
+def refuse_if_starts_differ(collectives: Collectives, batch: Batches, signature: int) -> None:
+    """BatchError, on every rank, where the ranks' first batches would make other plans, or other steps. Collective."""
+    rows = collectives.gather_ints([num_batches(batch), signature])
+    refuse_if_ranks_differ([Posted(valid=1, num_batches=num, signature=ops) for num, ops in rows], collectives.rank)
 
 
 def build(planner: Planner, spec: Specialisation, trial: Trial | None, collectives: Collectives, optimizer: AdamW,

@@ -35,7 +35,6 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.trace_events import write_trace
-from slidedp.compiler.units import parse_bytes
 from slidedp.compiler.verdict import Verdict
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import open_collectives
@@ -155,12 +154,19 @@ class Plan:
         Of several ranks, `busy_us` of the collectives is what they took once all ranks were there; `peer_wait_us` is this
         rank's time before that. Recording costs a few microseconds an op. `critical` is empty: what an op waited for is not
         recorded.
+
+        Raises ValueError for no batch; else what `run` raises, and PeerError where ranks have different numbers of them.
         """
+        self._require_open()
         self.synchronize()
+        if isinstance(batches, Mapping):
+            raise BatchError("measure takes batches, one for each step: measure([batch]) for one step")
         batches = list(batches)
-        if self._machine is None and batches:
+        if not batches:
+            raise BatchError("measure runs a step for each batch, and has been given none")
+        if self._machine is None:
             self._start(batches[0])
-        assert self._machine is not None, "measure needs a batch"
+        assert self._machine is not None
         self._recording = True  # a validation goes on after this
         try:
             with self._machine.recording() as events:
@@ -169,7 +175,7 @@ class Plan:
                 self._machine.synchronize()
         finally:
             self._recording = False
-        return measured_timeline(events, len(batches), peer_wait_s(events, self._collectives))
+        return measured_timeline(events, len(batches), peer_wait_s(events, self._machine.meetings))
 
     def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:
@@ -208,6 +214,7 @@ class Plan:
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         self._counts = all(row.as_planned for row in posted)
         if self._counts and self._trial is not None and self._trial.over:
+            del interpreter  # it holds the slots of a plan that may go
             self._take_turns(machine, self._trial)
             return self._begin(batch, training=training)  # with what is to run now
         total = sum(row.valid for row in posted)
@@ -245,7 +252,11 @@ class Plan:
 
     def _start(self, batch: Batches) -> None:
         """The first batch. Collective."""
-        started = start(self._planner, batch, self._collectives, self._optimizer, self._options, self._resume_from)
+        try:
+            started = start(self._planner, batch, self._collectives, self._optimizer, self._options, self._resume_from)
+        except BaseException:
+            self._planner = Planner(self._model, self._settings)  # what has been planned so far was for this batch
+            raise
         self._machine, self._current, self._trial = started.machine, started.spec, started.trial
         if self._resume_from is not None:
             self._load_or_undo(self._resume_from)
@@ -292,14 +303,17 @@ class Plan:
         machine = self._machine
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
-        machine.saves.finish()
         problem, looked = None, machine.exposed
         try:
+            machine.saves.finish()
             machine.take_back_model()
         except ValueError as e:  # the other ranks are waiting to hear of it
             problem = e
         machine.exposed = looked  # what is written into the model from here on counts in the next step
-        posted = exchange(machine, Posted(failed=int(problem is not None), call=SAVES, changed=int(machine.changed)))
+        failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
+        posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.changed)))
+        if any(row.failed == SAVE_FAILED for row in posted):
+            machine.saves.tell()
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
@@ -311,7 +325,7 @@ class Plan:
         machine.synchronize()
         machine.show_state(machine.num_steps)  # of groups that speculate, the side that the last step has left
         return start_save(machine, self.decisions, Path(directory), extra, keep, FileLayer(), self.optimizer.settings(),
-                          parse_bytes(save_buffer))
+                          save_buffer)
 
     def resume(self, directory: str | Path) -> Checkpoint:
         """Go on from the newest undamaged checkpoint under `directory` (or from `directory`, if it is one); says which.

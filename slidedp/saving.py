@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slidedp.checkpoints import begin_on_all, facts_of_training, on_all, publish_on_all, told_where
 from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.units import parse_bytes
 from slidedp.executor import checkpoint as content
 from slidedp.executor.checkpoint_files import FileFact, FileLayer, partial_of
 from slidedp.executor.machine import Machine
@@ -27,13 +28,16 @@ from slidedp.executor.tensor_files import TensorFile, extents
 
 
 def start_save(machine: Machine, decisions: Decisions, directory: Path, extra: Mapping[str, Any] | None, keep: int,
-               files: FileLayer, optimizer: Mapping[str, Any] | None, buffer_bytes: int) -> SaveHandle:
+               files: FileLayer, optimizer: Mapping[str, Any] | None, save_buffer: int | str) -> SaveHandle:
     """Begins a checkpoint of the drained `machine`; the updates of its next step wait for it. Collective.
 
-    Raises ValueError for arguments that will not do; on every rank if the checkpoint cannot be begun.
+    Raises ValueError, on every rank, for arguments of any that will not do, and where the checkpoint cannot be begun.
     """
-    training = facts_of_training(machine, extra, keep, optimizer)
-    snapshot = Snapshot(machine.state, decisions, machine.resident, buffer_bytes)
+    def ready() -> tuple[dict[str, Any], Snapshot]:
+        training = facts_of_training(machine, extra, keep, optimizer)
+        return training, Snapshot(machine.state, decisions, machine.resident, parse_bytes(save_buffer))
+
+    training, snapshot = on_all(machine.meetings, ready)
     with told_where(directory):
         target = begin_on_all(directory, training["step"], machine.meetings, files)
     writer = Writer(machine, partial_of(target), training, files)

@@ -125,6 +125,11 @@ class Draft:
         """Of a specialisation: traces are kept, so they are known by identity."""
         return tuple(map(id, self.traces))
 
+    @property
+    def signature(self) -> int:
+        """Of the parameter groups, which decisions go by: the same on all ranks."""
+        return zlib.crc32("\n".join(f"{g.name} {g.numel}" for g in self.layers.groups).encode())
+
 
 def with_costs_of(graph: OpGraph, spec: Specialisation) -> OpGraph:
     """`graph`, lowered for another batch shape, with the bytes and flops of compute ops for this one."""

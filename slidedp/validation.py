@@ -256,7 +256,8 @@ class Trial:
         try:
             self._switch_to(machine, 1 if kept is None else kept)
         except SwitchError as e:
-            self._end(machine, None, f"the plan is not validated: no change to the {(DEFAULT, PLAN)[self.at]} was possible ({e})")
+            wanted = (DEFAULT, PLAN)[self.at]
+            self._end(machine, None, f"the plan is not validated: no change to the {wanted} was possible ({e})", own=e.own)
             return False
         self._switching_s += time.perf_counter() - began
         if kept is None:
@@ -288,12 +289,12 @@ class Trial:
             (PLAN, DEFAULT)[kept], self._num_steps, predicted, plan_us, plan.median_us, default_us, default.median_us,
             measuring, solving, lost_us + switching)  # fmt: skip
 
-    def _end(self, machine: Machine, verdict: Verdict | None, text: str) -> None:
-        """What only the other plan needed is given back."""
+    def _end(self, machine: Machine, verdict: Verdict | None, text: str, *, own: bool = False) -> None:
+        """What only the other plan needed is given back. `own`: what `text` says is known to this rank alone."""
         machine.agree([])  # all ranks have left it
         machine.state.settle_on(machine.plan.decisions)
         self._planner.verdict = verdict
-        if machine.rank == 0:
-            log.log(logging.INFO if verdict else logging.WARNING, text)
-            if verdict:
-                write_cached(self._keep, to_text(asdict(verdict)))
+        if machine.rank == 0 or own:
+            log.log(logging.INFO if verdict else logging.WARNING, f"rank {machine.rank}: {text}" if machine.rank else text)
+        if machine.rank == 0 and verdict:
+            write_cached(self._keep, to_text(asdict(verdict)))

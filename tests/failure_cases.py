@@ -13,16 +13,18 @@ from unittest.mock import patch
 
 import torch
 from rank_cases import build, shares, start
+from tiny_models import lm_batch
 from torch import nn
 from training import state_of
 
 import slidedp
 from slidedp.executor.checkpoint_files import FileLayer
+from slidedp.executor.words import PeerError
 
 
 def one_evaluates(directory: str) -> list[str]:
     """Rank 1 evaluates where rank 0 trains, and then has converted its model when both save: both are told, nothing changes, and
-    the next step runs."""
+    the next step runs. Then it measures a step more than rank 0, which ends both."""
     rank, _ = start()
     with slidedp.compile(build(rank), "cpu") as plan:
         plan.run(shares(2, 0)[rank])
@@ -42,7 +44,12 @@ def one_evaluates(directory: str) -> list[str]:
             saved = str(e)
         plan.run(shares(2, 0)[rank])
         assert state_of(plan).digest() != before
-    return [message, saved]
+        try:
+            plan.measure([shares(2, 0)[rank]] * (1 + rank))
+            measured = "no error"
+        except PeerError as e:
+            measured = str(e)
+    return [message, saved, measured]
 
 
 class Fragile(nn.Module):
@@ -123,6 +130,28 @@ class Endless(Fragile):
         while self.broken:
             time.sleep(0.01)
         return self.linear(x)
+
+
+def starts_differ() -> dict[str, Any]:
+    """The first batches are of other numbers of micro-batches, then of other layers; both are refused, and the next ones run. At
+    last one that slices cut on one rank, and not on the other."""
+    rank, _ = start()
+    torch.manual_seed(0)
+    mine = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+    messages = []
+    with slidedp.compile(Optional(), "cpu", layers=[f"blocks.{i}" for i in range(4)]) as plan:
+        for wrong in ([mine] * (1 + rank), mine | ({"extra": torch.ones(1)} if rank else {})):
+            try:
+                plan.run(wrong)
+                messages.append("no error")
+            except ValueError as e:
+                messages.append(str(e))
+        losses = [plan.run(mine).loss]
+    batch = lm_batch(seed=rank, batch=1 + rank)
+    for slices in (1, 2):
+        with slidedp.compile(build(rank), "cpu", policy={"slices": slices, "rows": "split"}) as plan:
+            losses.append(plan.run(batch).loss)
+    return {"messages": messages, "losses": losses}
 
 
 def hung(how: str, ready: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from delays import Delays
@@ -20,7 +21,7 @@ from training import Trained, norm_wise, state_of, train_plainly
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.checkpoint_files import FileLayer, complete
+from slidedp.executor.checkpoint_files import CheckpointError, FileLayer, complete
 from slidedp.executor.options import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
@@ -367,4 +368,17 @@ def saves_that_fail(plan: slidedp.Plan, directory: str, rank: int, world: int) -
         out["full"] = str(e)
     done = plan._machine.num_steps
     out["after"] = plan.run(shares(world, 6)[rank]).step - done + 6
+    for wait in (True, False):
+        with pytest.raises(ValueError, match=r"JSON|rank 0") as refused:
+            plan.save(directory, wait=wait, extra={} if rank else {"loader": object()})
+        out[f"extra {wait}"] = str(refused.value)
+    with patch("slidedp.plan.FileLayer", RankOneIsFull):
+        handle = plan.save(f"{directory}/beside", wait=False, save_buffer="48KiB")
+    if rank == 0:
+        with pytest.raises(CheckpointError):
+            handle.wait()
+    with pytest.raises(CheckpointError) as heard:  # and so rank 0 hears of it once more
+        plan.save(f"{directory}/beside")
+    out["heard"] = str(heard.value)
+    plan.run(shares(world, 7)[rank])
     return out

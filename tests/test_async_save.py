@@ -374,6 +374,11 @@ def test_ranks_save_beside_training(run_ranks, tmp_path):
     assert re.search("has failed.* rank 1", zero["full"])
     assert [p.name for p in complete(tmp_path / "beside")] == ["step-00000002"]
     assert zero["after"] == one["after"] == 7
+    for wait in (True, False):
+        assert "JSON" in zero[f"extra {wait}"]
+        assert "rank 0 failed; see its own error" in one[f"extra {wait}"]
+    assert "has failed on rank 1; see its own error" in zero["heard"]
+    assert "No space left" in one["heard"]
 
 
 def test_one_thread_saves(tmp_path):

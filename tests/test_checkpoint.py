@@ -106,6 +106,18 @@ def test_where_the_state_lives_changes_no_bit_of_a_checkpoint(tmp_path):
         assert_same_bits(train(2, homes[second], 2), want)
 
 
+def test_a_frozen_layer_in_hbm_has_no_moments(tmp_path):
+    """Nor is there any memory for them, if no other state lives there."""
+    model = PlainGPT()
+    model.blocks[0].requires_grad_(False)
+    with compiled(model, policy={"layers": {"L00": {"state": "hbm"}}}, example=lm_batch(), update_kernel="torch") as plan:
+        plan.run(lm_batch())
+        plan.save(tmp_path)
+        want = plan.run(lm_batch()).loss
+        plan.resume(tmp_path)
+        assert plan.run(lm_batch()).loss == want
+
+
 def test_a_directory_that_transformers_loads(tmp_path):
     from transformers import AutoModelForCausalLM
 

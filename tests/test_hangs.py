@@ -189,6 +189,19 @@ def test_a_loader_that_is_slow_does_not_hang():
     assert job.pass_s(200, each=load) is None
 
 
+def test_one_that_ends_leaves_the_other_save_under_way():
+    """`on_all` or `resume` while a save beside training still writes: its steps keep their longer limit."""
+    job = Job()
+    job.pulses[1].saving(True)
+    for now in (True, False):
+        job.pulses[1].saving(now)
+    job.step(3)
+    job.pulses[0].started(Stream.GPU, "fwd.L00")
+    assert job.pass_s(49) is None
+    job.pulses[1].saving(False)
+    assert job.pass_s(1) is not None
+
+
 @pytest.mark.parametrize("saving", [False, True])
 def test_a_stopped_process_is_missed_only_by_those_who_wait(monkeypatch, saving):
     monkeypatch.setattr("slidedp.executor.hangs.is_stopped", lambda pid: True)
@@ -197,7 +210,8 @@ def test_a_stopped_process_is_missed_only_by_those_who_wait(monkeypatch, saving)
     job.drain(4)
     job.pass_s(1)
     job.stopped = {1}
-    job.pulses[0].saving(saving)
+    if saving:
+        job.pulses[0].saving(True)
     found = job.pass_s(30)
     if saving:
         assert (found[0], found[2].rank, found[2].fatal) == (0, 1, True)

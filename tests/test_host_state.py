@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Source
 from slidedp.compiler.layergraph import Group, Param, aligned
+from slidedp.executor import host_state
 from slidedp.executor.host_state import HostState
+from slidedp.executor.segment import SharedSegment
 from slidedp.executor.state_layout import Buffer, layout_state
 from slidedp.executor.words import AbortReason, PeerError
 
@@ -115,6 +117,25 @@ def test_budget_is_checked_before_anything_is_allocated():
     make(host_budget=needed).close()
     with pytest.raises(ValueError, match=r"host_budget: the state needs .*master.*raise host_budget, or .*source=cast"):
         make(host_budget=needed - 1)
+
+
+def test_nothing_is_kept_when_another_rank_is_gone_by_the_barrier(monkeypatch):
+    opened = []
+
+    class Watched(SharedSegment):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            opened.append(self)
+
+    def barrier():
+        assert opened
+        assert all(segment._fd >= 0 for segment in opened)
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(host_state, "SharedSegment", Watched)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        make(barrier=barrier)
+    assert all(segment._fd == -1 for segment in opened)
 
 
 def test_close_keeps_masters_as_ordinary_memory():

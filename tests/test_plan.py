@@ -108,6 +108,11 @@ def test_a_plan_explains_itself_and_traces_what_was_measured(tmp_path):
         rows = [[line.split()[0] for line in plan.gantt(t).splitlines() if line.endswith("%")] for t in (None, measured)]
         assert rows[0] == rows[1]
         assert plan.gantt(plan.measure([lm_batch()])).startswith("1 step measured, ")
+        for wrong, text in (([], "has been given none"), (lm_batch(), r"measure\(\[batch\]\)")):
+            with pytest.raises(ValueError, match=text):
+                plan.measure(wrong)
+    with pytest.raises(RuntimeError, match="closed"):
+        plan.measure([lm_batch()])
     traces = [json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"] for name in ("predicted", "measured")]
     slices = [Counter(e["name"] for e in events if e["ph"] == "X") for events in traces]
     assert slices[0] == slices[1]  # three steps each, of the same ops

@@ -16,6 +16,17 @@ def test_one_rank_evaluates_where_the_other_trains(run_ranks, tmp_path):
     assert "rank 1 cannot save: its model's parameters are no longer the plan's" in zero[1]
     assert "is no longer the plan's (was the model converted or moved" in one[1]
     assert not list(tmp_path.glob("step-*"))
+    assert all("the ranks have diverged" in r[2] for r in (zero, one))
+
+
+def test_first_batches_that_differ(run_ranks):
+    zero, one = (r.value for r in run_ranks(failure_cases.starts_differ, 2))
+    assert "rank 1 was given 2 micro-batches, rank 0 1" in zero["messages"][0]
+    assert "rank 0 was given 1 micro-batch, rank 1 2" in one["messages"][0]
+    assert "the batch of rank 1 uses other layers than that of rank 0" in zero["messages"][1]
+    assert "the batch of rank 0 uses other layers than that of rank 1" in one["messages"][1]
+    assert zero["losses"] == one["losses"]
+    assert zero["losses"][2] == pytest.approx(zero["losses"][1], rel=1e-6)
 
 
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])

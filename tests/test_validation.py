@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,28 @@ def test_what_comes_between(tmp_path: Any, want: str) -> None:
     assert got == plain
 
 
+@pytest.mark.parametrize("policy", [PLANS["cast"], PLANS["offload"] | {"layers": {"L01": HBM}}], ids=["cast", "offload"])
+def test_one_plan_at_a_time_has_slots(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the plan before are gone before the other's are made, whatever results of its steps the user keeps."""
+    left, results = [], []
+    drop = switching.drop
+
+    def dropped(machine: Any) -> None:
+        slots = {place: weakref.ref(slot) for place, slot in machine.buffers._slots.items()}
+        drop(machine)
+        gc.collect()  # as a backend with a device does
+        left.append([place for place, slot in slots.items() if slot() is not None])
+
+    monkeypatch.setattr(switching, "drop", dropped)
+    with on_trial(policy, slower(False)), slidedp.compile(model(), "cpu", optimizer=OPTIMIZER, validate=1) as plan:
+        for i, batch in enumerate(batches(5)):
+            results.append(plan.run(batch))
+            if i in (1, 3):
+                plan.evaluate(batch)
+    assert left == [[], []]
+    assert results[0].exposed_s >= 0
+
+
 def test_other_shapes_do_not_count() -> None:
     steps = [lm_batch(seed=i, batch=3 if i in (1, 4) else 2) for i in range(7)]
     seen = []
@@ -156,6 +180,10 @@ def test_other_shapes_do_not_count() -> None:
 def test_ranks(run_ranks: Any, tmp_path: Any) -> None:
     """The slowest rank counts; a verdict from the cache; and where one rank has no room for the default, all go back and on."""
     results = [r.value for r in run_ranks(validation_cases.on_ranks, 2, str(tmp_path), timeout=120)]
+    assert "(rank 1 could not set it up (it says why itself))" in results[0]["no room"].pop("said")
+    said = results[1]["no room"].pop("said")
+    assert said.startswith("rank 1: the plan is not validated")
+    assert "(RuntimeError: no memory for this)" in said
     for r in results:
         assert r["got"] == results[0]["want"]
         assert (r["kept"], r["measured"]) == (PLAN, [2_000_000, 3_000_000])

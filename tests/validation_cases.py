@@ -11,6 +11,7 @@ from rank_cases import OPTIMIZER, build, shares, start
 from training import Trained, state_of
 
 import slidedp
+from slidedp import validation
 from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import default_decisions
@@ -87,7 +88,8 @@ def failing_on_one_rank(rank: int, world: int, losses: list[float]) -> dict[str,
                 raise RuntimeError("no memory for this")
             super().__init__(*args)
 
-    with on_trial(PLANS["replicated"], lambda step, of_plan: 1.0), patch.object(switching, "Buffers", NoRoom):
+    with on_trial(PLANS["replicated"], lambda step, of_plan: 1.0), patch.object(switching, "Buffers", NoRoom), \
+            patch.object(validation.log, "log") as said:
         got, plan = train(rank, world, 4, validate=1)
     return {"losses": got.losses == losses[:4], "calls": len(calls), "validated": plan.validation is not None,
-            "act": str(plan.decisions.of("L00").act)}
+            "act": str(plan.decisions.of("L00").act), "said": said.call_args.args[1]}
