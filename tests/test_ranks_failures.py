@@ -16,6 +16,8 @@ def test_one_rank_evaluates_where_the_other_trains(run_ranks, tmp_path):
     assert "rank 1 cannot save: its model's parameters are no longer the plan's" in zero[1]
     assert "is no longer the plan's (was the model converted or moved" in one[1]
     assert not list(tmp_path.glob("step-*"))
+    assert "rank 1 could not plan its first batch" in zero[2]
+    assert one[2] == "no room for this batch"
 
 
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
