@@ -222,6 +222,7 @@ class Plan:
         except BaseException as e:
             machine.abandon(e)
             raise
+        self._current = trial.current.spec
         if not going_on:
             self._trial = None
 
