@@ -62,6 +62,7 @@ class Interpreter:
         self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
         if self.world > 1:  # only once a reduction is done has every rank said which parameters had a gradient
             self.watched |= {e.src for e in graph.edges if graph[e.dst].kind is OpKind.GPU_UPDATE}
+            self.watched.update(self.compute)  # that others see them end, however far ahead they are issued: see hangs.py
         self.last_epilogue = [op.name for op in graph.ops if op.kind is OpKind.EPILOGUE][-1]
         self.watched |= {self.compute[-1], self.last_epilogue, *self.ends}
 
