@@ -40,6 +40,7 @@ from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.failure import Failure
 from slidedp.executor.fallback import Fallback, warn
+from slidedp.executor.graph_facts import GraphFacts
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
@@ -233,17 +234,18 @@ class Machine:
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
         self.backend.fence_caller()
-        if self.in_flight and self.in_flight.op_names != interpreter.op_names:
+        facts = interpreter.facts
+        if self.in_flight and self.in_flight.op_names != facts.op_names:
             self.synchronize()  # edges from the step before name its ops
         previous = self.in_flight.tickets if self.in_flight else {}
         self.in_flight = step
         if step.training and self.resident:
             self.resident.newest = step.turn
-        step.op_names, step.speculating, step.moved_by = interpreter.op_names, interpreter.speculating, interpreter.moved_by
+        step.op_names, step.speculating, step.moved_by = facts.op_names, facts.speculating, facts.moved_by
         self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
         try:
             interpreter.run(step, previous)
-            self.when_drained(interpreter, step)
+            self.when_drained(facts, step)
         except BaseException as e:
             self.failure.stop(e)
             raise self.failure.cause() from e
@@ -269,9 +271,9 @@ class Machine:
     def sum_losses(self, turn: int) -> float:
         return self.words.loss_sum(turn, self.failure.check)
 
-    def when_drained(self, interpreter: Interpreter, step: Step) -> None:
+    def when_drained(self, facts: GraphFacts, step: Step) -> None:
         """Posts the loss; notes when compute has ended; and says, once nothing is left to do on this rank, that it is drained."""
-        tickets, left, lock = step.tickets, len(interpreter.ends), threading.Lock()
+        tickets, left, lock = step.tickets, len(facts.ends), threading.Lock()
 
         def ended() -> None:
             nonlocal left
@@ -290,13 +292,13 @@ class Machine:
             if step.epilogue.error is None:
                 self.words.post_loss(step.turn, step.local_loss())
 
-        step.epilogue = tickets[interpreter.last_epilogue]
+        step.epilogue = tickets[facts.last_epilogue]
         step.epilogue.add_done_callback(post_loss)
-        compute = [tickets[name] for name in interpreter.compute]
-        tickets[interpreter.compute[-1]].add_done_callback(partial(step.note_compute_end, compute))
+        compute = [tickets[name] for name in facts.compute]
+        tickets[facts.compute[-1]].add_done_callback(partial(step.note_compute_end, compute))
         if self.clipping and step.training:
             tickets["clip"].add_done_callback(step.clip_known.set)
-        for name in interpreter.ends:
+        for name in facts.ends:
             tickets[name].add_done_callback(ended)
 
     def wait_compute(self, step: Step) -> None:
