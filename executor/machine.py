@@ -5,6 +5,7 @@
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
+      Exposure            what the user sees of it between steps, and writes into it (exposure.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Fallback            what layers keep less than planned, for want of memory; one per specialisation (fallback.py)
       Failure             what waits look at, and which error is raised (failure.py)
@@ -38,6 +39,7 @@ from slidedp.executor.binding import Binding, share_buffers
 from slidedp.executor.buffers import may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.exposure import Exposure
 from slidedp.executor.failure import Failure
 from slidedp.executor.fallback import Fallback, warn
 from slidedp.executor.graph_facts import GraphFacts
@@ -85,7 +87,7 @@ class Machine:
         self.num_steps = self.num_turns = 0
         self.steps_before = 0  # training steps of the checkpoint that was resumed, less those of this machine until then
         self.last_published: dict[str, int] = {}
-        self.exposed = self.changed = False
+        self.exposure = Exposure(self)
         self.short_of_memory: list[Step] = []  # steps with shortages that the user has not been told of
         self.word_of: dict[str, int] = {}
         self.interpreters: list[Interpreter] = []
@@ -348,54 +350,11 @@ class Machine:
             raise RuntimeError("the machine is closed")
         self.failure.raise_if_failed()
 
-    # ---- the model, and the end ----
-
-    def expose_model(self) -> None:
-        """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
-        self.show_resident()
-        self.show_state(self.num_steps)
-        self.binding.restore()
-        self.exposed = True
-
-    def show_state(self, step: int) -> None:
-        """Host state and parameters are as after `step`. Nothing may be in flight."""
-        changed = self.state.show(step + 1)
-        self.binding.release({name: self.state.master[name] for name in changed})
+    # ---- the end ----
 
     def last_ended(self) -> int:
         """The last training step that all ranks have ended: the candidates of one that has failed since are not taken."""
         return max((n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)), default=0)
-
-    def show_resident(self) -> None:
-        """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
-        if self.resident:
-            try:
-                self.resident.show(self.failure.check)
-            except (PeerError, Aborted) as e:
-                raise self.failure.cause(e) from e
-
-    def take_back_model(self) -> None:
-        """What the user may have written into the masters (``load_state_dict``) is in the shadow too from here on.
-
-        Resident state follows with :meth:`refresh`, on all ranks.
-        """
-        if self.exposed:
-            if moved := self.binding.moved():
-                self.binding.release(self.state.master, force=True)
-                raise ValueError(
-                    f"parameter {moved} is no longer the plan's (was the model converted or moved, e.g. with .to(...)?); its "
-                    "masters are bound again, and training can go on: convert a copy.deepcopy(plan.model) instead"
-                )
-            for group, shadow in self.state.shadow.items():
-                self.casting.cast(self.state.master[group], shadow)
-            self.exposed, self.changed = False, True
-
-    def refresh(self) -> None:
-        """What a rank (`changed`) may have written into masters is in HBM too from here on. On all ranks, none in a step."""
-        if self.resident and self.resident.groups:
-            self.synchronize()
-            self.resident.upload()
-        self.changed = False
 
     def abandon(self, error: BaseException) -> BaseException:
         """The user leaves because of `error`: the others are told, and nothing is waited for. Returns what is behind it."""
@@ -414,7 +373,7 @@ class Machine:
             if self.streams.error is None:
                 self.synchronize()
                 self.warn_of_shortages(stacklevel=5)
-                self.show_resident()
+                self.exposure.show_resident()
         finally:
             healthy = self.streams.error is None
             failed_save = self.saves.end(healthy=healthy)
@@ -424,7 +383,7 @@ class Machine:
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
-            self.show_state(self.last_ended())
+            self.exposure.show(self.last_ended())
             self.binding.restore()
             self.backend.close()
             if healthy:

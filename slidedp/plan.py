@@ -187,7 +187,7 @@ class Plan:
             spec = self._planner.find(lanes) or self._specialise(lanes)
             valid, signature = check_lanes(lanes, spec.traces), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
-            machine.take_back_model()
+            machine.exposure.take_back()
             if training and spec.layers.num_lanes == 1:  # rows of several lanes are not split
                 machine.state.mark_rows(machine.num_steps + 1, spec.layers.stages[0].lookups, lanes[0])
             lr = self.optimizer.lr
@@ -195,7 +195,7 @@ class Plan:
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
         as_planned = self._trial is not None and training and not problem and self._trial.is_of(spec) and not self._recording
-        posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
+        posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.exposure.changed),
                                           num_batches(batch), int(self._stop_asked), int(as_planned)))
         if any(row.failed == SAVE_FAILED for row in posted):
             machine.saves.tell()  # this rank's own error, if it comes later, is no news
@@ -203,7 +203,7 @@ class Plan:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(row.changed for row in posted):
-            machine.refresh()
+            machine.exposure.refresh()
         if any(row.stop_asked for row in posted):
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         self._counts = all(row.as_planned for row in posted)
@@ -294,23 +294,23 @@ class Plan:
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
         machine.saves.finish()
-        problem, looked = None, machine.exposed
+        problem, looked = None, machine.exposure.exposed
         try:
-            machine.take_back_model()
+            machine.exposure.take_back()
         except ValueError as e:  # the other ranks are waiting to hear of it
             problem = e
-        machine.exposed = looked  # what is written into the model from here on counts in the next step
-        posted = exchange(machine, Posted(failed=int(problem is not None), call=SAVES, changed=int(machine.changed)))
+        machine.exposure.exposed = looked  # what is written into the model from here on counts in the next step
+        posted = exchange(machine, Posted(failed=int(problem is not None), call=SAVES, changed=int(machine.exposure.changed)))
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(row.changed for row in posted):
-            machine.refresh()
+            machine.exposure.refresh()
         if wait:
             self.synchronize()
             return save(machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
         machine.synchronize()
-        machine.show_state(machine.num_steps)  # of groups that speculate, the side that the last step has left
+        machine.exposure.show(machine.num_steps)  # of groups that speculate, the side that the last step has left
         return start_save(machine, self.decisions, Path(directory), extra, keep, FileLayer(), self.optimizer.settings(),
                           parse_bytes(save_buffer))
 
@@ -361,7 +361,7 @@ class Plan:
             self._machine.synchronize()
             self._machine.warn()
             self._machine.saves.wait_read()  # the model's parameters may be written into
-            self._machine.expose_model()
+            self._machine.exposure.expose()
 
     def close(self) -> None:
         """Drain, stop the workers and free pinned and shared memory. The model keeps its (ordinary) parameters."""
