@@ -123,7 +123,8 @@ class Fallback:
             step.tickets[step.moved_by[in_lane(f"act.{layer}", lane, len(step.lanes))]].wait_done()
             freed += step.lanes[lane].runner.leave_early(layer)
             dropped[lane, layer] = Activation.OFFLOAD
-        if not dropped and op.kind is OpKind.FORWARD and self.activation(*here, keeps) is not Activation.RECOMPUTE:
+        keeps_less = op.kind is OpKind.FORWARD and step.training  # an evaluation keeps nothing, and decides nothing for training
+        if not dropped and keeps_less and self.activation(*here, keeps) is not Activation.RECOMPUTE:
             dropped[here] = keeps
         return Shortage(op.name, said, dropped, freed)
 

@@ -1,8 +1,9 @@
 """The interpreter of an OpGraph: one method per op kind, and no loop over layers.
 
-Building an :class:`Interpreter` resolves every op to a closure over the tensors that it touches. A step then walks the
-ops in text order and submits each closure to its stream, with the tickets of the ops that its edges name; the streams
-run them (executor/streams.py). What is issued, and in which order, is what the graph says and nothing else.
+Building an :class:`Interpreter` resolves every op to a closure over the tensors that it touches (what it waits for, and who
+waits for it: graph_facts.py). A step then walks the ops in text order and submits each closure to its stream, with the tickets of
+the ops that its edges name; the streams run them (streams.py). What is issued, and in which order, is what the graph says and
+nothing else.
 
 Pattern: torch.fx.Interpreter (a method per opcode); the pre-bound closures are what keeps the issue cost per op small.
 """
@@ -17,9 +18,10 @@ import torch
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import ORDERED, Edge, Op, OpGraph, OpKind, Ref, RowSet, Stream, split_lane
+from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, RowSet, Stream, split_lane
 from slidedp.executor.backend import poison
 from slidedp.executor.clipping import norms_of, norms_of_shard
+from slidedp.executor.graph_facts import GraphFacts, leaving, read_last, waits
 from slidedp.executor.native.build import What
 from slidedp.executor.step import Step
 from slidedp.executor.step_updates import count_update
@@ -45,25 +47,10 @@ class Interpreter:
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine) -> None:
         self.graph, self.layers, self.machine = graph, layers, machine
         self.rank, self.world = machine.rank, machine.world_size
-        self.op_names = tuple(op.name for op in graph.ops if op.kind is not OpKind.SNAPSHOT)  # no later step waits for it
+        self.facts = GraphFacts.of(graph, machine.world_size)
         self.has_run = False
         self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
-        self.snapshots = {op.name for op in graph.ops if op.kind is OpKind.SNAPSHOT}
-        self.previous_on_stream = {e.dst: e.src for e in graph.stream_edges() if not e.distance} if self.snapshots else {}
-        self.moved_by = {op.reads[0].value: op.name for op in graph.ops if op.kind is OpKind.ACT_OFFLOAD}
-        self.split = {op.layer for op in graph.ops for ref in op.writes if ref.rows}  # tables, see passes/rows.py
-        self.reduced_by = {op.writes[0]: op.name for op in graph.ops if op.kind is OpKind.REDUCE}
-        self.program = [(op, self.task(op), *self.waits(op)) for op in graph.ops]
-        self.speculating = frozenset(op.layer for op in graph.ops if op.kind is OpKind.SETTLE)
-        self.published = {e.src for e in graph.edges if e.all_ranks}
-        host_streams = {Stream.CAST, Stream.HOST, Stream.CPU}
-        self.compute = [op.name for op in graph.on(Stream.GPU)]
-        self.ends = self.outcomes(graph)
-        self.watched = {e.src for e in graph.edges if graph[e.dst].stream in host_streams} | self.published
-        if self.world > 1:  # only once a reduction is done has every rank said which parameters had a gradient
-            self.watched |= {e.src for e in graph.edges if graph[e.dst].kind is OpKind.GPU_UPDATE}
-        self.last_epilogue = [op.name for op in graph.ops if op.kind is OpKind.EPILOGUE][-1]
-        self.watched |= {self.compute[-1], self.last_epilogue, *self.ends}
+        self.program = [(op, self.task(op), *waits(graph, op)) for op in graph.ops]
 
     def task(self, op: Op) -> Task:
         task: Task = getattr(self, op.kind.value)(op)
@@ -80,56 +67,29 @@ class Interpreter:
 
     def released(self, op: Op) -> list[torch.Tensor]:
         """Test mode: slots that nothing reads any more once `op` has: weights and moved activations whole, gradients by chunk."""
-        out = []
-        normed = {r.value for o in self.graph.ops if o.kind is OpKind.GRAD_NORM for r in o.reads}
-        shared = normed if op.kind in (OpKind.GRAD_NORM, OpKind.D2H) else ()  # these two read at once: neither is the last
-        for ref in op.reads:
-            if ref.value.startswith(("W.", "off.", "back.")) and not ref.persistent:
-                if op is [o for o in self.graph.ops if any(r.value == ref.value for r in o.reads)][-1]:
-                    out.append(self.machine.buffers[ref.place])
-            elif ref.value[:2] in ("G.", "R.") and ref.chunk is not None and ref.value not in shared and not ref.rows:
-                out.append(self.device(ref))
-        return out
-
-    def waits(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Edge, ...]]:
-        """Ops of this step and of the one before whose tickets to wait for, and edges that other ranks must signal."""
-        same, before, across = [], [], []
-        for edge in self.graph.edges_into[op.name]:
-            if edge.all_ranks:
-                across.append(edge)
-            elif self.graph[edge.src].stream is op.stream and op.stream in ORDERED:
-                continue  # issue order
-            else:
-                (before if edge.distance else same).append(edge.src)
-        return tuple(same), tuple(before), tuple(across)
-
-    @staticmethod
-    def outcomes(graph: OpGraph) -> tuple[str, ...]:
-        """Ops that no other op of the step waits for, and the last one of each stream: when they are done, all are."""
-        waited_for = {e.src for e in graph.edges if e.distance == 0}
-        last = {op.stream: op.name for op in graph.ops}
-        return tuple(op.name for op in graph.ops if op.name not in waited_for or last[op.stream] == op.name)
+        slots, chunks = read_last(self.graph, op)
+        return [*(self.machine.buffers[ref.place] for ref in slots), *map(self.device, chunks)]
 
     def run(self, step: Step, previous: Mapping[str, Ticket]) -> None:
         """Submit every op of one step. `previous`: the tickets of the step before (empty after a drain)."""
-        streams, tickets = self.machine.streams, step.tickets
+        streams, tickets, facts = self.machine.streams, step.tickets, self.facts
         updates = self.machine.native_updates(step)
         for op, task, same, before, across in self.program:
-            waits = [tickets[name] for name in same]
-            waits += [previous[name] for name in before if name in previous]
+            awaited = [tickets[name] for name in same]
+            awaited += [previous[name] for name in before if name in previous]
             expected = self.machine.expected(across, step.number) if across else ()
             if updates is not None and op.name in self.bound:
-                ticket = updates.submit(op, *self.bound[op.name], waits, expected)
+                ticket = updates.submit(op, *self.bound[op.name], awaited, expected)
             else:
-                ticket = streams[op.stream].submit(partial(task, step), waits, name=op.name, before=self.gate(op, expected),
-                                                   deadline=op.deadline, need_done=op.name in self.watched)
-            if op.name in self.published:
+                ticket = streams[op.stream].submit(partial(task, step), awaited, name=op.name, before=self.gate(op, expected),
+                                                   deadline=op.deadline, need_done=op.name in facts.watched)
+            if op.name in facts.published:
                 ticket.add_done_callback(partial(self.machine.publish, op.name, step.number, ticket))
             tickets[op.name] = ticket
-            if self.snapshots:
-                before_it = self.previous_on_stream.get(op.name)
-                self.watch_stall(waits if before_it is None else [*waits, tickets[before_it]])
-        self.machine.last_published |= dict.fromkeys(self.published, step.number)
+            if facts.snapshots:
+                before_it = facts.previous_on_stream.get(op.name)
+                self.watch_stall(awaited if before_it is None else [*awaited, tickets[before_it]])
+        self.machine.last_published |= dict.fromkeys(facts.published, step.number)
         self.has_run = True
 
     def gate(self, op: Op, expected: Sequence[tuple[int, int]]) -> Callable[[], bool] | None:
@@ -139,11 +99,11 @@ class Interpreter:
             return None if snapshot is None else partial(snapshot.has_room, op.layer, *self.span(op.reads[0]))
         return partial(self.machine.ranks_have, expected) if expected else None
 
-    def watch_stall(self, waits: Sequence[Ticket]) -> None:
+    def watch_stall(self, awaited: Sequence[Ticket]) -> None:
         """A save counts how long an update that has all else waits for its snapshot."""
-        held, snapshot = [t for t in waits if t.name in self.snapshots], self.machine.saves.reading
+        held, snapshot = [t for t in awaited if t.name in self.facts.snapshots], self.machine.saves.reading
         if held and snapshot is not None:
-            snapshot.stall.watch([t for t in waits if t is not held[0]], held[0])
+            snapshot.stall.watch([t for t in awaited if t is not held[0]], held[0])
 
     # ---- where things are ----
 
@@ -218,8 +178,8 @@ class Interpreter:
     # ---- compute ----
 
     def prologue(self, op: Op) -> Task:
-        weights, leaving = self.machine.buffers.leaves(self.places(op.reads, "W.")), self.leaving(op)
-        assert not leaving, f"{op.name}: nothing can have left before the first stage"
+        weights = self.machine.buffers.leaves(self.places(op.reads, "W."))
+        assert not leaving(self.graph, op), f"{op.name}: nothing can have left before the first stage"
 
         def task(step: Step) -> None:
             lane = step.lanes[op.lane]
@@ -239,12 +199,12 @@ class Interpreter:
         act = Activation.SELECTIVE if "sel" in kept else Activation.RECOMPUTE
         if "act" in kept:
             act = Activation.OFFLOAD if kept["act"] else Activation.RETAIN
-        leaving, poisoned = self.leaving(op), self.machine.options.poison
-        stays = not any(ref.value in self.moved_by for ref in op.writes[1:])
+        left, poisoned = leaving(self.graph, op), self.machine.options.poison
+        stays = not any(ref.value in self.facts.moved_by for ref in op.writes[1:])
         lane = op.lane
 
         def task(step: Step) -> None:
-            for value, of in leaving:
+            for value, of in left:
                 step.lanes[of].runner.leave(value, poisoned=poisoned)
             runner, fallback = step.lanes[lane].runner, step.fallback
 
@@ -254,15 +214,6 @@ class Interpreter:
             fallback.run(step, op, attempt, act)
 
         return task
-
-    def leaving(self, op: Op) -> list[tuple[str, int]]:
-        """Values, and whose lane's, whose places `op` takes: their memory is freed when it starts; the graph has it wait for
-        their copy.
-        """
-        places = {ref.place for ref in op.writes if ref.place.startswith(("act[", "h["))}
-        before = self.graph.ops[: self.graph.index[op.name]]
-        last = {ref.place: ref.value for earlier in before for ref in earlier.writes if ref.place in places}
-        return [split_lane(value) for value in last.values()]
 
     def act_offload(self, op: Op) -> Task:
         (value, lane), buffer = split_lane(op.reads[0].value), self.machine.buffers[op.writes[0].place]
@@ -291,7 +242,7 @@ class Interpreter:
         lane, finish = op.lane, self.rounding(op)
 
         prologue = op.layer == self.layers.stages[0].name  # torch holds its graph, and has used it up when it fails
-        looked_up = [g for g in grads if g in self.split and prologue]
+        looked_up = [g for g in grads if g in self.facts.split and prologue]
 
         def task(step: Step) -> None:
             micro = step.lanes[lane]
@@ -461,7 +412,7 @@ class Interpreter:
         gradient, (lo, hi), weights = op.reads[0], self.span(op.writes[0]), self.device(op.writes[1])
         source, update, group = self.device(gradient), self.machine.update_resident, op.layer
         last = op is self.graph.on(Stream.UPDATE)[-1]
-        reduced = self.reduced_by.get(gradient)
+        reduced = self.facts.reduced_by.get(gradient)
 
         def task(step: Step) -> None:
             scale = step.update_scale()  # the stream's thread waits for it, the GPU's goes on

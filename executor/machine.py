@@ -5,6 +5,7 @@
       HostState, Words    FP32 state once a host, and what ranks tell one another (host_state.py, words.py)
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
+      Exposure            what the user sees of it between steps, and writes into it (exposure.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Fallback            what layers keep less than planned, for want of memory; one per specialisation (fallback.py)
       Failure             what waits look at, and which error is raised (failure.py)
@@ -38,8 +39,10 @@ from slidedp.executor.binding import Binding, share_buffers
 from slidedp.executor.buffers import may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.exposure import Exposure
 from slidedp.executor.failure import Failure
 from slidedp.executor.fallback import Fallback, warn
+from slidedp.executor.graph_facts import GraphFacts
 from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
@@ -85,7 +88,7 @@ class Machine:
         self.num_steps = self.num_turns = 0
         self.steps_before = 0  # training steps of the checkpoint that was resumed, less those of this machine until then
         self.last_published: dict[str, int] = {}
-        self.exposed = self.changed = False
+        self.exposure = Exposure(self)
         self.short_of_memory: list[Step] = []  # steps with shortages that the user has not been told of
         self.word_of: dict[str, int] = {}
         self.interpreters: list[Interpreter] = []
@@ -236,17 +239,18 @@ class Machine:
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
         self.backend.fence_caller()
-        if self.in_flight and self.in_flight.op_names != interpreter.op_names:
+        facts = interpreter.facts
+        if self.in_flight and self.in_flight.op_names != facts.op_names:
             self.synchronize()  # edges from the step before name its ops
         previous = self.in_flight.tickets if self.in_flight else {}
         self.in_flight = step
         if step.training and self.resident:
             self.resident.newest = step.turn
-        step.op_names, step.speculating, step.moved_by = interpreter.op_names, interpreter.speculating, interpreter.moved_by
+        step.op_names, step.speculating, step.moved_by = facts.op_names, facts.speculating, facts.moved_by
         self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
         try:
             interpreter.run(step, previous)
-            self.when_drained(interpreter, step)
+            self.when_drained(facts, step)
         except BaseException as e:
             self.failure.stop(e)
             raise self.failure.cause() from e
@@ -272,9 +276,9 @@ class Machine:
     def sum_losses(self, turn: int) -> float:
         return self.words.loss_sum(turn, self.failure.check)
 
-    def when_drained(self, interpreter: Interpreter, step: Step) -> None:
+    def when_drained(self, facts: GraphFacts, step: Step) -> None:
         """Posts the loss; notes when compute has ended; and says, once nothing is left to do on this rank, that it is drained."""
-        tickets, left, lock = step.tickets, len(interpreter.ends), threading.Lock()
+        tickets, left, lock = step.tickets, len(facts.ends), threading.Lock()
 
         def ended() -> None:
             nonlocal left
@@ -293,13 +297,13 @@ class Machine:
             if step.epilogue.error is None:
                 self.words.post_loss(step.turn, step.local_loss())
 
-        step.epilogue = tickets[interpreter.last_epilogue]
+        step.epilogue = tickets[facts.last_epilogue]
         step.epilogue.add_done_callback(post_loss)
-        compute = [tickets[name] for name in interpreter.compute]
-        tickets[interpreter.compute[-1]].add_done_callback(partial(step.note_compute_end, compute))
+        compute = [tickets[name] for name in facts.compute]
+        tickets[facts.compute[-1]].add_done_callback(partial(step.note_compute_end, compute))
         if self.clipping and step.training:
             tickets["clip"].add_done_callback(step.clip_known.set)
-        for name in interpreter.ends:
+        for name in facts.ends:
             tickets[name].add_done_callback(ended)
 
     def wait_compute(self, step: Step) -> None:
@@ -349,54 +353,11 @@ class Machine:
             raise RuntimeError("the machine is closed")
         self.failure.raise_if_failed()
 
-    # ---- the model, and the end ----
-
-    def expose_model(self) -> None:
-        """The user's module with the master weights as its parameters, until the next step. Nothing may be in flight."""
-        self.show_resident()
-        self.show_state(self.num_steps)
-        self.binding.restore()
-        self.exposed = True
-
-    def show_state(self, step: int) -> None:
-        """Host state and parameters are as after `step`. Nothing may be in flight."""
-        changed = self.state.show(step + 1)
-        self.binding.release({name: self.state.master[name] for name in changed})
+    # ---- the end ----
 
     def last_ended(self) -> int:
         """The last training step that all ranks have ended: the candidates of one that has failed since are not taken."""
         return max((n for turn, n in self.steps_at.items() if self.words.reached(DRAINED, turn)), default=0)
-
-    def show_resident(self) -> None:
-        """The masters of groups whose state is in HBM are current on the host. Nothing may be in flight."""
-        if self.resident:
-            try:
-                self.resident.show(self.failure.check)
-            except (PeerError, Aborted) as e:
-                raise self.failure.cause(e) from e
-
-    def take_back_model(self) -> None:
-        """What the user may have written into the masters (``load_state_dict``) is in the shadow too from here on.
-
-        Resident state follows with :meth:`refresh`, on all ranks.
-        """
-        if self.exposed:
-            if moved := self.binding.moved():
-                self.binding.release(self.state.master, force=True)
-                raise ValueError(
-                    f"parameter {moved} is no longer the plan's (was the model converted or moved, e.g. with .to(...)?); its "
-                    "masters are bound again, and training can go on: convert a copy.deepcopy(plan.model) instead"
-                )
-            for group, shadow in self.state.shadow.items():
-                self.casting.cast(self.state.master[group], shadow)
-            self.exposed, self.changed = False, True
-
-    def refresh(self) -> None:
-        """What a rank (`changed`) may have written into masters is in HBM too from here on. On all ranks, none in a step."""
-        if self.resident and self.resident.groups:
-            self.synchronize()
-            self.resident.upload()
-        self.changed = False
 
     def abandon(self, error: BaseException) -> BaseException:
         """The user leaves because of `error`: the others are told, and nothing is waited for. Returns what is behind it."""
@@ -415,7 +376,7 @@ class Machine:
             if self.streams.error is None:
                 self.synchronize()
                 self.warn_of_shortages(stacklevel=5)
-                self.show_resident()
+                self.exposure.show_resident()
         finally:
             healthy = self.streams.error is None
             failed_save = self.saves.end(healthy=healthy)
@@ -425,7 +386,7 @@ class Machine:
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
-            self.show_state(self.last_ended())
+            self.exposure.show(self.last_ended())
             self.binding.restore()
             self.backend.close()
             if healthy:

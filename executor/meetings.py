@@ -14,6 +14,9 @@ from slidedp.executor.collectives import SingleRank
 from slidedp.executor.tickets import Aborted
 from slidedp.executor.words import NUM_VALUES, Board, Check, PeerError, Words
 
+OUTSIDE = -1
+"""Instead of a step's number: a rank that has come to a step instead has diverged."""
+
 
 class Meetings(SingleRank):
     """Of one thread of each rank, on a `board` of its own. `check`: see :class:`Words`. `cause`: the error to raise for one."""
@@ -46,7 +49,3 @@ class Meetings(SingleRank):
 
     def barrier(self) -> None:
         self.gather_ints([])
-
-
-OUTSIDE = -1
-"""Instead of a step's number: a rank that has come to a step instead has diverged."""

@@ -28,10 +28,9 @@ Slots = Mapping[str, tuple[Tensor, bool]]
 class Graph:
     """A stage between its forward and its backward: edges of its differentiable inputs and outputs, by name, not the values.
 
-    `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it.
-    `keeping`: results that a selective recompute need not compute again. `act`: what becomes of
-    what it saved; `moves`: it goes to the host. `spent`: a
-    backward that has failed has used it up, and another must be made.
+    `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it. `keeping`:
+    results that a selective recompute need not compute again. `act`: what becomes of what it saved; `moves`: it goes to the
+    host. `spent`: a backward that has failed has used it up, and another must be made.
     """
 
     inputs: Mapping[str, GradientEdge | Tensor]

@@ -40,6 +40,7 @@ from slidedp.executor.surroundings import Changed, Surroundings
 if TYPE_CHECKING:
     from slidedp.compiler.tracer import StageProgram, Trace
 
+
 class StageRunner:
     """Runs the stages of one trace on a bound module. One step at a time, started by :meth:`start`.
 

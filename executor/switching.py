@@ -100,7 +100,7 @@ def leave(machine: Machine, stay: Collection[str]) -> dict[str, Tensor]:
     m = machine
     m.synchronize()
     m.saves.let_go()
-    m.expose_model()
+    m.exposure.expose()
     assert m.resident is not None
     for group in m.resident.groups.values():
         if group.trainable and group.name not in stay:
@@ -141,13 +141,13 @@ def enter(machine: Machine, plan: Lowered, there: Mapping[str, Tensor], stay: Co
     for name, shadow in m.state.shadow.items():
         part = slice(*shard(0, shadow.numel(), m.rank, m.world_size))
         m.casting.cast(m.state.master[name][part], shadow[part])
-    m.exposed = False
+    m.exposure.exposed = False
 
 
 def switch(machine: Machine, plan: Lowered) -> None:
     """The next step runs `plan`, one that the machine was built for. Collective, between two steps.
 
-    What the user has written into the model must have been taken over (`take_back_model`, `refresh`). Raises SwitchError, on all
+    What the user has written into the model must have been taken over (exposure.py). Raises SwitchError, on all
     ranks, if one of them cannot set it up (its device has no room, say): then the plan is the one that it was.
     """
     before, stay = machine.plan, staying(machine.plan, plan)

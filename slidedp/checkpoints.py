@@ -175,7 +175,7 @@ def load(machine: Machine, found: Checkpoint) -> dict[str, Any]:
         machine.adam.load_steps(training["step_counts"])
         return dict(training["optimizer"])
 
-    machine.expose_model()  # the shadows are cast anew before the next step
+    machine.exposure.expose()  # the shadows are cast anew before the next step
     with machine.failure.at_files():
         optimizer = on_all(machine.meetings, read)
     machine.steps_before = found.step - machine.num_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from slidedp.agreement import Posted, agree_on_decisions, refuse_if_options_diff
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import measured_stages
 from slidedp.checkpoints import Checkpoint, require_same_model
+from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracer import Trace
 from slidedp.executor.collectives import Collectives
@@ -51,13 +53,10 @@ def start(planner: Planner, batch: Batches, collectives: Collectives, optimizer:
             problem = e
         raise_on_all_ranks(collectives, problem)
         times_s.append(time.perf_counter())
+        spec, trial = plan_together(planner, draft, opinion, options, collectives, resume_from, times_s)
+        refuse_if_starts_differ(collectives, batch, spec.signature(training=True))
         try:
-            refuse_if_options_differ(options, collectives)
-            prepared = prepare_trial(planner, draft, opinion, collectives, times_s)
-            spec = planner.finish(draft, agree_on_decisions(prepared.plan, draft.layers, collectives))
-            if resume_from is not None:
-                require_same_model(resume_from, draft.layers.groups)
-            started = build(planner, spec, prepared.begin(spec), collectives, optimizer, options)
+            started = build(planner, spec, trial, collectives, optimizer, options)
         except ValueError as e:
             problem = e
         raise_on_all_ranks(collectives, problem, started)
@@ -92,6 +91,27 @@ def refuse_if_starts_differ(collectives: Collectives, batch: Batches, signature:
     """BatchError, on every rank, where the ranks' first batches would make other plans, or other steps. Collective."""
     rows = collectives.gather_ints([num_batches(batch), signature])
     refuse_if_ranks_differ([Posted(valid=1, num_batches=num, signature=ops) for num, ops in rows], collectives.rank)
+
+
+def plan_together(planner: Planner, draft: Draft, opinion: Decisions, options: MachineOptions, collectives: Collectives,
+                  resume_from: Checkpoint | None, times_s: Sequence[float]) -> tuple[Specialisation, Trial | None]:
+    """The agreed plan for this rank's batch, which may have less room for it than rank 0's, and its validation, if all ranks
+    can have it. Building is collective from the first line on, so that whoever cannot says so before. Collective."""
+    problem: Exception | None = None
+    spec = trial = None
+    try:
+        refuse_if_options_differ(options, collectives)
+        prepared = prepare_trial(planner, draft, opinion, collectives, times_s)
+        spec = planner.finish(draft, agree_on_decisions(prepared.plan, draft.layers, collectives))
+        if resume_from is not None:
+            require_same_model(resume_from, draft.layers.groups)
+        trial = prepared.begin(spec)
+    except ValueError as e:
+        problem = e
+    raise_on_all_ranks(collectives, problem)
+    assert spec is not None
+    on_all = all(flag for (flag,) in collectives.gather_ints([int(trial is not None)]))
+    return spec, trial if on_all else None
 
 
 def build(planner: Planner, spec: Specialisation, trial: Trial | None, collectives: Collectives, optimizer: AdamW,

@@ -1,7 +1,8 @@
 """The Plan: what `slidedp.compile` returns and a training loop calls.
 
-It plans on the first batch (or the `example`), owns the machine that runs the plan, and hands the model's parameters
-back as ordinary ones when closed. Everything that reads state drains the pending updates first.
+It plans on the first batch (or the `example`; first_batch.py), owns the machine that runs the plan, and hands the model's
+parameters back as ordinary ones when closed. Everything that reads state drains the pending updates first. What it says of
+itself is in artefact.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -18,24 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from slidedp.agreement import (
-    SAVE_FAILED,
-    SAVES,
-    Posted,
-    exchange,
-    refuse_if_ranks_differ,
-)
-from slidedp.batch import Batches, check_lanes, num_batches
+from slidedp.agreement import SAVE_FAILED, SAVES, Posted, exchange, refuse_if_ranks_differ
+from slidedp.artefact import Artefact
+from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages
 from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_names, save
-from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.gantt import gantt
-from slidedp.compiler.memory import MemoryReport
-from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.simulate import Timeline, measured_timeline
-from slidedp.compiler.text import print_graph
-from slidedp.compiler.trace_events import write_trace
-from slidedp.compiler.verdict import Verdict
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
@@ -45,11 +33,9 @@ from slidedp.executor.saving import SaveHandle
 from slidedp.executor.skew import peer_wait_s
 from slidedp.executor.step import MicroBatch, Step, StepResult
 from slidedp.executor.words import PeerError
-from slidedp.explanation import Report, explain
 from slidedp.first_batch import start
 from slidedp.planner import Planner
 from slidedp.ranks import Ranks
-from slidedp.report import describe, memory_of, notes_of, planfile_of
 from slidedp.saving import start_save
 from slidedp.schedule import LearningRate, as_float, as_int
 from slidedp.settings import Settings
@@ -66,7 +52,7 @@ class StopAsked(Exception):
     """`Plan.ask_to_stop` was called on some rank. Raised on all, before the same step; the one before it is the last."""
 
 
-class Plan:
+class Plan(Artefact):
     """A compiled training step. Made by :func:`slidedp.compile`; use it as a context manager or call :meth:`close`."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: Ranks, optimizer: AdamW, options: MachineOptions,
@@ -177,6 +163,14 @@ class Plan:
             self._recording = False
         return measured_timeline(events, len(batches), peer_wait_s(events, self._machine.meetings))
 
+    def counters(self) -> Counter[str]:
+        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called;
+        `save_stall_us`, for how long updates have waited for saves beside training; and, of a plan that takes the norm of its
+        gradients, `clipped_steps`, `skipped_steps`, and `redone_update`: parameters whose update speculated and was done again.
+        What has not happened counts 0.
+        """
+        return Counter() if self._machine is None else +self._machine.counters
+
     def _begin(self, batch: Batches, *,
                training: bool) -> tuple[Machine, Specialisation, Interpreter, Step, float]:
         """Checks the batch; agrees with the other ranks that there is a step, which one, over how many tokens, and its rate."""
@@ -193,7 +187,7 @@ class Plan:
             spec = self._planner.find(lanes) or self._specialise(lanes)
             valid, signature = check_lanes(lanes, spec.traces), spec.signature(training=training)
             interpreter = self._interpreter(machine, spec, training=training)
-            machine.take_back_model()
+            machine.exposure.take_back()
             if training and spec.layers.num_lanes == 1:  # rows of several lanes are not split
                 machine.state.mark_rows(machine.num_steps + 1, spec.layers.stages[0].lookups, lanes[0])
             lr = self.optimizer.lr
@@ -201,7 +195,7 @@ class Plan:
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
         as_planned = self._trial is not None and training and not problem and self._trial.is_of(spec) and not self._recording
-        posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.changed),
+        posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.exposure.changed),
                                           num_batches(batch), int(self._stop_asked), int(as_planned)))
         if any(row.failed == SAVE_FAILED for row in posted):
             machine.saves.tell()  # this rank's own error, if it comes later, is no news
@@ -209,7 +203,7 @@ class Plan:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(row.changed for row in posted):
-            machine.refresh()
+            machine.exposure.refresh()
         if any(row.stop_asked for row in posted):
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         self._counts = all(row.as_planned for row in posted)
@@ -229,6 +223,7 @@ class Plan:
         except BaseException as e:
             machine.abandon(e)
             raise
+        self._current = trial.current.spec
         if not going_on:
             self._trial = None
 
@@ -303,27 +298,27 @@ class Plan:
         machine = self._machine
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
-        problem, looked = None, machine.exposed
+        problem, looked = None, machine.exposure.exposed
         try:
             machine.saves.finish()
-            machine.take_back_model()
+            machine.exposure.take_back()
         except ValueError as e:  # the other ranks are waiting to hear of it
             problem = e
-        machine.exposed = looked  # what is written into the model from here on counts in the next step
+        machine.exposure.exposed = looked  # what is written into the model from here on counts in the next step
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
-        posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.changed)))
+        posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.exposure.changed)))
         if any(row.failed == SAVE_FAILED for row in posted):
             machine.saves.tell()
         if problem:
             raise problem
         refuse_if_ranks_differ(posted, self._ranks.rank)
         if any(row.changed for row in posted):
-            machine.refresh()
+            machine.exposure.refresh()
         if wait:
             self.synchronize()
             return save(machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())
         machine.synchronize()
-        machine.show_state(machine.num_steps)  # of groups that speculate, the side that the last step has left
+        machine.exposure.show(machine.num_steps)  # of groups that speculate, the side that the last step has left
         return start_save(machine, self.decisions, Path(directory), extra, keep, FileLayer(), self.optimizer.settings(),
                           save_buffer)
 
@@ -374,7 +369,7 @@ class Plan:
             self._machine.synchronize()
             self._machine.warn()
             self._machine.saves.wait_read()  # the model's parameters may be written into
-            self._machine.expose_model()
+            self._machine.exposure.expose()
 
     def close(self) -> None:
         """Drain, stop the workers and free pinned and shared memory. The model keeps its (ordinary) parameters."""
@@ -407,72 +402,6 @@ class Plan:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this plan is closed: compile the model again to go on training")
-
-    # ---- the plan as an artefact ----
-
-    @property
-    def decisions(self) -> Decisions:
-        """Routes, sources and chunks of every group, and the numbers of slots."""
-        return self._spec.decisions
-
-    @property
-    def ops(self) -> str:
-        """The ops of the current specialisation, as text (see `slidedp.compiler.text`)."""
-        return print_graph(self._spec.graph)
-
-    @property
-    def _spec(self) -> Specialisation:
-        if self._current is None:
-            raise RuntimeError("this plan has not seen a batch yet: pass example= to slidedp.compile, or call run first")
-        return self._current
-
-    def dump(self, path: str | Path) -> None:
-        """Write decisions, predictions and hashes as YAML: small, hand-editable, readable by `slidedp.load_plan`."""
-        self.to_planfile().dump(path)
-
-    def to_planfile(self) -> PlanFile:
-        """What :meth:`dump` writes."""
-        return replace(planfile_of(self._spec), validation=self.validation)
-
-    @property
-    def validation(self) -> Verdict | None:
-        """What the first steps have said of the plan, and of the default's (`validate=` of `compile`); None if they have not."""
-        return self._planner.verdict
-
-    def simulate(self) -> Timeline:
-        """Predicted steady-state step under the cost model: step time, spans and utilisation by stream, bottleneck."""
-        return self._spec.timeline
-
-    def explain(self, decision: str = "") -> Report:
-        """What binds the predicted step, and what other values of `decision` would change (see :func:`slidedp.explain`)."""
-        report = explain(self.to_planfile(), decision, hw=self._settings.hw, cost_model=self._settings.cost_model)
-        return replace(report, notes=(*report.notes, *notes_of(self._spec)))
-
-    def gantt(self, timeline: Timeline | None = None, width: int = 80) -> str:
-        """`timeline`, predicted or measured (:meth:`measure`), as text of `width` columns; default: the predicted one."""
-        return gantt(self._spec.graph, timeline or self._spec.timeline, width)
-
-    def write_trace(self, path: str | Path, timeline: Timeline | None = None) -> None:
-        """Write `timeline`, predicted or measured (:meth:`measure`), for ui.perfetto.dev; default: the predicted one."""
-        spec = self._spec
-        write_trace(path, spec.graph, timeline or spec.timeline, spec.layers, spec.decisions, title=spec.layers.model)
-
-    def memory(self) -> MemoryReport:
-        """Bytes by use, on the device and on the host."""
-        return memory_of(self._spec)
-
-    def counters(self) -> Counter[str]:
-        """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called;
-        `save_stall_us`, for how long updates have waited for saves beside training; and, of a plan that takes the norm of its
-        gradients, `clipped_steps`, `skipped_steps`, and `redone_update`: parameters whose update speculated and was done again.
-        What has not happened counts 0.
-        """
-        return Counter() if self._machine is None else +self._machine.counters
-
-    def __str__(self) -> str:
-        if self._current is None:
-            return "SlideDP plan, not yet specialised"
-        return describe(self.to_planfile(), notes_of(self._current))
 
 
 def close_quietly(machine: Machine) -> None:

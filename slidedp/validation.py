@@ -158,10 +158,14 @@ class Preparation:
     keep: Path | None
 
     def begin(self, spec: Specialisation) -> Trial | None:
-        """`spec`: of the plan, as agreed; `rival` is agreed too."""
+        """`spec`: of the plan, as agreed; `rival` is agreed too. None, with a warning, where this rank has no room for it."""
         if self.rival == self.plan:
             return None
-        plan, default = self.planner.candidates(self.draft, spec, self.rival)
+        try:
+            plan, default = self.planner.candidates(self.draft, spec, self.rival)
+        except ValueError as e:
+            log.warning(f"the plan is not validated: the default cannot run this batch ({e})")
+            return None
         began, measured, solved = self.times_s
         return Trial(self.planner, plan, default, self.num_steps, measuring_s=measured - began,
                      solving_s=solved - measured, keep=self.keep)
@@ -173,7 +177,11 @@ def prepare_trial(planner: Planner, draft: Draft, opinion: Decisions, collective
     plan = rival = opinion
     path, verdict = None, None
     if collectives.rank == 0 and planner.chosen is not None:
-        other = rival_of(draft.layers, planner.settings, planner.chosen)
+        try:
+            other = rival_of(draft.layers, planner.settings, planner.chosen)
+        except ValueError as e:  # the other ranks are waiting to hear of it, and training can do without
+            log.warning(f"the plan is not validated: there is no default to compare it with ({e})")
+            other = None
         if other is not None:
             path = verdict_path(planner.model, draft, planner.settings, plan, other)
             verdict = read_verdict_at(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from rank_cases import build, shares, start
 from tiny_models import lm_batch
@@ -20,12 +21,14 @@ from training import state_of
 import slidedp
 from slidedp.executor.checkpoint_files import FileLayer
 from slidedp.executor.words import PeerError
+from slidedp.planner import Planner
 
 
 def one_evaluates(directory: str) -> list[str]:
     """Rank 1 evaluates where rank 0 trains, and then has converted its model when both save: both are told, nothing changes, and
     the next step runs. Then it measures a step more than rank 0, which ends both."""
     rank, _ = start()
+    told = one_has_no_room(rank)
     with slidedp.compile(build(rank), "cpu") as plan:
         plan.run(shares(2, 0)[rank])
         before = state_of(plan).digest()
@@ -49,7 +52,21 @@ def one_evaluates(directory: str) -> list[str]:
             measured = "no error"
         except PeerError as e:
             measured = str(e)
-    return [message, saved, measured]
+    return [message, saved, told, measured]
+
+
+def one_has_no_room(rank: int) -> str:
+    """What a rank is told when the plan that rank 0 has made does not fit the batch of rank 1: before anything is built."""
+    finish = Planner.finish
+
+    def no_room(*args: Any) -> Any:
+        finish(*args)
+        if rank == 1:
+            raise ValueError("no room for this batch")
+
+    with patch.object(Planner, "finish", no_room), pytest.raises(ValueError, match=r"rank 1 could not|no room") as told:
+        slidedp.compile(build(rank), "cpu", example=shares(2, 0)[rank])
+    return str(told.value)
 
 
 class Fragile(nn.Module):

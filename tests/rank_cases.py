@@ -17,10 +17,9 @@ import torch.distributed as dist
 from delays import Delays
 from safetensors.torch import load_file
 from tiny_models import PlainGPT, lm_batch
-from training import Trained, norm_wise, state_of, train_plainly
+from training import Trained, begin_again, norm_wise, state_of, train_plainly
 
 import slidedp
-from slidedp.compiler.ops import OpKind
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer, complete
 from slidedp.executor.options import MachineOptions
 
@@ -100,12 +99,16 @@ def against_plain_pytorch(num_steps: int) -> dict[str, float]:
 
 
 def datapaths(full: bool) -> dict[str, Any]:
-    """Digests of the same three steps over every route, source, chunking and window; all must be one."""
+    """Digests of the same three steps over every route and source; all must be one. `full`: each of them with each chunking and
+    each window, and each chunking with each window. Else in the smallest and the largest window."""
     rank, world = start()
-    chunks = [(1, 1), (3, 7), (7, 3)] if full else [(3, 7)]
-    windows = (2, 3, 99) if full else (2, 99)
+    ways = list(enumerate(product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow"))))
+    chunks, windows = ((1, 1), (3, 7), (7, 3)), (2, 3, 99)
+    cases = [(way, chunks[j], windows[(i + j) % 3]) for i, way in ways for j in range(3)]
+    if not full:
+        cases = [(way, (3, 7), w) for _, way in ways for w in (2, 99)]
     digests: dict[str, list[str]] = {}
-    for d, r, s, (c, k), w in product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow"), chunks, windows):
+    for (d, r, s), (c, k), w in cases:
         policy = {"delivery": d, "reduction": r, "source": s, "delivery_chunks": c, "return_chunks": k, "window": w}
         got, _, _ = train(rank, world, 3, policy=policy)
         digests.setdefault(got.digest(), []).append(str(policy))
@@ -115,35 +118,43 @@ def datapaths(full: bool) -> dict[str, Any]:
 def races(num_seeds: int) -> dict[str, Any]:
     """Random delays, other ones on every rank, over the four datapaths, cast and shadow in turns; released slots hold NaN."""
     rank, world = start()
+    weights = dict(model().named_parameters())
     results: dict[str, Any] = {"undisturbed": "", "runs": 0, "odd": [], "kinds": {}, "slowed": {}}
     for d, r, s in product(("replicated", "sharded"), ("gpu", "cpu"), ("cast", "shadow")):
         policy = {"delivery": d, "reduction": r, "source": s, "delivery_chunks": 3, "return_chunks": 2, "window": 2}
-        digest, kinds = race(rank, world, policy, MachineOptions())
+        with started(rank, world, policy, MachineOptions()) as plan:
+            digest, kinds = race(plan, rank, world), {op.name: op.kind for op in plan._spec.graph}
         results["undisturbed"] = results["undisturbed"] or digest
         assert digest == results["undisturbed"], policy
         slowed = results["slowed"].setdefault(f"{d}-{r}", set())
         results["kinds"].setdefault(f"{d}-{r}", set()).update(kinds.values())
-        for turn in range(num_seeds // 2):
-            seed = 2 * turn + (s == "shadow")
-            delays = Delays(kinds, 2 * turn + seed % 2 + 5 * rank, f"{d} {r} {seed} {rank}")
-            digest, _ = race(rank, world, policy, MachineOptions(delay=delays, poison=True))
-            results["runs"] += 1
-            results["odd"] += [f"{policy} seed {seed} slow {delays.slow}"] * (digest != results["undisturbed"])
-            slowed |= delays.slowed
+        with started(rank, world, policy, MachineOptions(delay=lambda op: 0.0, poison=True)) as plan:
+            for turn in range(num_seeds // 2):
+                seed = 2 * turn + (s == "shadow")
+                delays = Delays(kinds, 2 * turn + seed % 2 + 5 * rank, f"{d} {r} {seed} {rank}")
+                begin_again(plan, weights)
+                plan._machine.streams.delay = delays
+                results["runs"] += 1
+                odd = race(plan, rank, world) != results["undisturbed"]
+                results["odd"] += [f"{policy} seed {seed} slow {delays.slow}"] * odd
+                slowed |= delays.slowed
     for key in ("kinds", "slowed"):
         results[key] = {datapath: sorted(kinds) for datapath, kinds in results[key].items()}
     return results
 
 
-def race(rank: int, world: int, policy: dict[str, Any], options: MachineOptions) -> tuple[str, dict[str, OpKind]]:
-    """Digest of three steps with nothing between them that waits, and the kind of every op."""
+def started(rank: int, world: int, policy: dict[str, Any], options: MachineOptions) -> slidedp.Plan:
     plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, policy=policy)
     plan._options = options
+    plan._start(shares(world, 0)[rank])
+    return plan
+
+
+def race(plan: slidedp.Plan, rank: int, world: int) -> str:
+    """Digest of three steps with nothing between them that waits."""
     losses = [plan.run(shares(world, step)[rank]).loss for step in range(3)]
     done = state_of(plan)
-    kinds = {op.name: op.kind for op in plan._spec.graph}
-    plan.close()
-    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, []).digest(), kinds
+    return Trained(losses, done.params, done.exp_avg, done.exp_avg_sq, []).digest()
 
 
 def counters() -> dict[str, dict[str, int]]:

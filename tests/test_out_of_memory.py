@@ -167,9 +167,10 @@ def test_nothing_left_to_drop_is_an_error_with_the_numbers(limit, without_limit)
 
 def test_evaluate_has_nothing_to_drop(limit, without_limit):
     with slidedp.compile(gpt(), "cpu", optimizer=OPTIMIZER, policy=RETAIN, example=lm_batch()) as plan:
-        limit.refuse = beyond(1000)
-        with pytest.raises(OutOfMemory, match=r"no memory for .*: CUDA out of memory"):
+        limit.refuse = beyond(1000, OpKind.FORWARD)
+        with pytest.raises(OutOfMemory, match=r"no memory for fwd.L00: CUDA out of memory"):
             plan.evaluate(lm_batch())
+        assert not plan._current.fallback.recomputed, "training is as planned"
 
 
 # ---- any allocation of a step ----

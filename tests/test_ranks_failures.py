@@ -16,7 +16,9 @@ def test_one_rank_evaluates_where_the_other_trains(run_ranks, tmp_path):
     assert "rank 1 cannot save: its model's parameters are no longer the plan's" in zero[1]
     assert "is no longer the plan's (was the model converted or moved" in one[1]
     assert not list(tmp_path.glob("step-*"))
-    assert all("the ranks have diverged" in r[2] for r in (zero, one))
+    assert "rank 1 could not plan its first batch" in zero[2]
+    assert one[2] == "no room for this batch"
+    assert all("the ranks have diverged" in r[3] for r in (zero, one))
 
 
 def test_first_batches_that_differ(run_ranks):

@@ -32,6 +32,8 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.verdict import DEFAULT, PLAN, Verdict
 from slidedp.executor import switching
 from slidedp.executor.host_state import HostState
+from slidedp.plan import StopAsked
+from slidedp.planner import Planner
 from slidedp.report import summary, validation_facts
 from slidedp.validation import rival_of
 
@@ -235,6 +237,19 @@ def test_no_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     two.close()
 
 
+def test_a_stop_asked_for_while_plans_change() -> None:
+    """What follows, a save above all, is of the plan that is there now, though none of its steps has run."""
+    plan: slidedp.Plan
+    with on_trial(PLANS["cast"], lambda step, of_plan: plan.ask_to_stop() or 1.0):
+        plan = slidedp.compile(model(), "cpu", optimizer=OPTIMIZER, update_kernel="torch", validate=1)
+        with plan:
+            for batch in batches(2):
+                plan.run(batch)
+            with pytest.raises(StopAsked):
+                plan.run(lm_batch())
+            assert plan.decisions == plan._machine.plan.decisions != plan._trial.candidates[0].decisions
+
+
 # ---- whether and against what ----
 
 
@@ -269,6 +284,16 @@ def test_the_cache_knows(tmp_path: Any, want: str) -> None:
             other = slidedp.compile(model(), "cpu", example=lm_batch(batch=3), validate=1, cache_dir=tmp_path)
             assert other._trial is not None, "another shape"
             other.close()
+
+
+def test_a_default_that_cannot_run_the_batch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: Any) -> None:
+        raise ValueError("no room for this batch")
+
+    monkeypatch.setattr(Planner, "candidates", no_room)
+    with on_trial(PLANS["cast"], slower(True)), slidedp.compile(model(), "cpu", example=lm_batch(), validate=1) as plan:
+        assert plan._trial is None
+    assert "the plan is not validated: the default cannot run this batch (no room for this batch)" in caplog.text
 
 
 def test_rivals() -> None:
