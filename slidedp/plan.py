@@ -98,6 +98,8 @@ class Plan(Artefact):
         machine.run(interpreter, step)
         if self._trial is not None and self._counts:
             self._trial.ran(step)
+        elif self._trial is not None and not self._recording:
+            self._trial.passed_by()
         self.optimizer.step()
         machine.warn()
         return StepResult(step, lr, machine.steps_before + step.number)
@@ -207,9 +209,10 @@ class Plan(Artefact):
         if any(row.stop_asked for row in posted):
             raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
         self._counts = all(row.as_planned for row in posted)
-        if self._counts and self._trial is not None and self._trial.over:
+        trial = self._trial
+        if trial is not None and training and not self._recording and (trial.hopeless or (self._counts and trial.over)):
             del interpreter  # it holds the slots of a plan that may go
-            self._take_turns(machine, self._trial)
+            self._take_turns(machine, trial)
             return self._begin(batch, training=training)  # with what is to run now
         total = sum(row.valid for row in posted)
         micro = [MicroBatch(*lane) for lane in zip(lanes, valid, machine.runners.of(spec.traces), strict=True)]

@@ -9,7 +9,8 @@ in different places and the user has asked for that to be compared too: the GPU'
 
 One plan runs for a step that does not count and `num_steps` that do, then the other. Of several ranks the slowest counts, and
 since all of them get all times, all come to one verdict. Steps of another shape than the one planned for run as they come and do
-not count. What the switch costs (draining, other slots, state that moves between HBM and host) is counted as a cost of selection.
+not count; if there are too many of them, the solver's plan stays, not validated. What the switch costs (draining, other slots,
+state that moves between HBM and host) is counted as a cost of selection.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
 
 NUM_STEPS = 3
 """Timed steps of either plan, unless the user says otherwise."""
+
+MOST_OTHERS = 50
+"""Steps of other shapes after which either plan is given up timing: where every batch has its own shape, it would never end."""
 
 TOLERANCE = 0.02
 """Share of a step by which the default must be faster to be kept: less is within what steps differ by anyway."""
@@ -227,6 +231,7 @@ class Trial:
         self._planner, self._num_steps, self._keep = planner, num_steps, keep
         self._before_us = [round(measuring_s * 1e6), round(solving_s * 1e6)]
         self._steps: list[Step] = []
+        self._others = 0
         self._switching_s = 0.0
 
     @property
@@ -247,20 +252,31 @@ class Trial:
         if not self.over:
             self._steps.append(step)
 
+    def passed_by(self) -> None:
+        """A step of another shape, on some rank."""
+        self._others += 1
+
     @property
     def over(self) -> bool:
-        """The candidate at hand has had its steps: :meth:`turn` is due."""
+        """The candidate at hand has had its steps: :meth:`turn` is due, before another of the shape that was planned for."""
         return len(self._steps) > self._num_steps
+
+    @property
+    def hopeless(self) -> bool:
+        """It will not have them soon: :meth:`turn` is due."""
+        return self._others >= MOST_OTHERS
 
     def turn(self, machine: Machine) -> bool:
         """The next one's turn; False if there is none: the faster plan runs, and the planner has the verdict. Collective.
 
         The caller's step has not begun. Raises PeerError and whatever else ends a plan.
         """
+        given_up = not self.over
         self.current.times_us = slowest(machine, [round(seconds_of(step) * 1e6) for step in self._steps])
         self._steps.clear()
+        self._others = 0
         began = time.perf_counter()
-        kept = None if self.at == 0 else self.faster()
+        kept = 0 if given_up else None if self.at == 0 else self.faster()
         try:
             self._switch_to(machine, 1 if kept is None else kept)
         except SwitchError as e:
@@ -270,6 +286,10 @@ class Trial:
         self._switching_s += time.perf_counter() - began
         if kept is None:
             return True
+        if given_up:
+            self._end(machine, None, f"the plan is not validated: {MOST_OTHERS} steps were of other shapes than the one planned "
+                      "for; pad batches to one length, or compile with validate=False")
+            return False
         verdict = self._verdict(machine, kept)
         self._end(machine, verdict, "; ".join(map(" ".join, validation_facts(verdict).items())))
         return False

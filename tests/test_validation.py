@@ -179,6 +179,27 @@ def test_other_shapes_do_not_count() -> None:
     assert plan.validation is not None
 
 
+@pytest.mark.parametrize(("planned", "default"), [(1, 0), (3, 4)])
+def test_batches_that_all_have_a_shape_of_their_own(planned: int, default: int, caplog: pytest.LogCaptureFixture,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial is given up, on the solver's plan, whether it is its steps that do not come or the default's."""
+    monkeypatch.setattr("slidedp.validation.MOST_OTHERS", 3)
+    steps = [lm_batch(seed=i, batch=2 if i < planned else 3 + i) for i in range(planned + 6)]
+    seen = []
+
+    def look(plan: slidedp.Plan, i: int) -> None:
+        seen.append(str(plan.decisions.of("L00").source))
+
+    plain, _ = train(steps=steps)
+    with on_trial(PLANS["cast"], slower(True)):
+        got, plan = train(look, steps=steps, validate=1)
+    assert got == plain
+    assert seen == ["cast"] * 2 + ["shadow"] * default + ["cast"] * (planned + 4 - default)
+    assert plan._trial is None
+    assert plan.validation is None
+    assert "3 steps were of other shapes" in caplog.text
+
+
 def test_ranks(run_ranks: Any, tmp_path: Any) -> None:
     """The slowest rank counts; a verdict from the cache; and where one rank has no room for the default, all go back and on."""
     results = [r.value for r in run_ranks(validation_cases.on_ranks, 2, str(tmp_path), timeout=120)]
