@@ -141,6 +141,7 @@ def _mean_over(loss: fx.Node, recorder: MetaRecorder) -> ValidCount:
     except TraceError as e:
         raise TraceError(f"{e}; or {_REMEDY}") from e
     if target.meta["val"].dtype not in (torch.int64, torch.uint8):
-        raise TraceError(f"the loss's targets are {target.meta['val'].dtype}: {function.__name__} takes torch.int64")
+        raise TraceError(f"the loss's targets are {target.meta['val'].dtype}: {function.__name__} takes torch.int64: "
+                         "convert them, labels.long()")
     classes = a["input"].meta["val"].shape[1 if a["input"].meta["val"].dim() > 1 else 0]
     return ValidCount(slice=part, num_classes=classes, ignore_index=a["ignore_index"])

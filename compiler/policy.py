@@ -54,7 +54,7 @@ def apply_policy(
     if policy is None:
         return defaults
     policy = as_mapping(policy, where)
-    check_keys(policy, (*PLAN_KEYS, *GROUP_KEYS, "layers"), where, required=())
+    check_keys(policy, (*PLAN_KEYS, *(k for k in GROUP_KEYS if k not in PLAN_KEYS), "layers"), where, required=())
     everywhere = group_fields({k: v for k, v in policy.items() if k in GROUP_KEYS and k not in PLAN_KEYS}, where)
     if (update := policy.get("update", Update.IN_BACKWARD)) != Update.IN_BACKWARD:
         everywhere |= group_fields({"update": update}, where)

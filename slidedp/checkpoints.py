@@ -131,7 +131,8 @@ def find(directory: Path, collectives: Collectives) -> Checkpoint:
         warnings.warn(f"checkpoint {path} is damaged ({wrong}){'' if single else '; trying the one before it'}", stacklevel=4)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; plan.save makes one")
-    raise CheckpointError(f"{directory} holds no complete checkpoint" + "".join(f"; {p}" for p in passed_over))
+    raise CheckpointError(f"{directory} holds no complete checkpoint" + "".join(f"; {p}" for p in passed_over)
+                          + "; name a folder that plan.save has written to, or begin anew without resuming")
 
 
 def what_is_wrong(path: Path, collectives: Collectives) -> str | None:

@@ -22,13 +22,18 @@ class ModelFiles:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        missing = ValueError(f"model {self.folder}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)}); put those of the "
+                             "model there: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)")
         try:
-            return self._load(AutoTokenizer.from_pretrained, **self._known_config())
+            tokenizer = self._load(AutoTokenizer.from_pretrained, **self._known_config())
         except ValueError as e:
             if self.gguf or any((self.folder / name).is_file() for name in TOKENIZER_FILES):
                 raise
-            raise ValueError(f"model {self.folder}: there is no tokenizer in it ({', '.join(TOKENIZER_FILES)}); put those of the "
-                             "model there: AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR)") from e
+            raise missing from e
+        # Without files, transformers makes some models' tokenizers (Qwen's) with no vocabulary, and says nothing.
+        if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+            raise missing
+        return tokenizer
 
     def model(self, *, meta: bool = False) -> Any:
         """The causal language model in training mode, with FP32 weights; with `meta`, none: another rank has them."""

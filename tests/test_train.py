@@ -207,6 +207,17 @@ def test_mistakes_are_one_line(base, capsys, changes, message, monkeypatch):
     assert (base / "whole/metrics.jsonl").read_bytes() == before
 
 
+def test_a_tokenizer_without_a_vocabulary_is_none(tmp_path):
+    """transformers makes one for a Qwen3 without tokenizer files; it finds no token in any text."""
+    from transformers import Qwen3Config
+
+    from slidedp.model_files import find_model
+
+    Qwen3Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="there is no tokenizer in it"):
+        find_model(tmp_path).tokenizer()
+
+
 @pytest.mark.parametrize("name", ["constant", "linear", "warmup_stable_decay"])
 def test_schedules_by_name(base, name):
     output = base / name
