@@ -20,6 +20,10 @@ Place = tuple[MutableMapping[str, Any], str]
 """A `_parameters` or `_buffers` dictionary and a key in it."""
 
 
+_OWNED = "_slidedp_owned"
+"""In a module's `__dict__` while a plan is open on it: its own id, so that a copy of the module is nobody's."""
+
+
 class Masters(Protocol):
     """What `adopt` needs of the host state (executor/host_state.py)."""
 
@@ -67,6 +71,7 @@ class Binding:
                 raise ValueError(f"parameter {name} belongs to a plan that is still open: close it before compiling its model")
         state.load(dict(pairs))
         self.release(state.master)
+        self.model.__dict__[_OWNED] = id(self.model)
 
     def _is_elsewhere(self, group: str, i: int) -> bool:
         ours, own = self._addresses.get((group, i)), self._params[group][i]
@@ -133,6 +138,21 @@ class Binding:
         self._bound.clear()
         if self.buffers is not None:
             self.buffers.restore()
+
+
+    def give_back(self) -> None:
+        """The model is the user's alone again. Idempotent."""
+        self.restore()
+        self.model.__dict__.pop(_OWNED, None)
+
+
+def refuse_owned(model: nn.Module) -> None:
+    """ValueError if a plan that is still open runs `model` or a part of it: they would exchange each other's weights."""
+    for name, module in model.named_modules():
+        if module.__dict__.get(_OWNED) == id(module):
+            part = f"its {name} belongs" if name else "it belongs"
+            raise ValueError(f"{type(model).__name__} cannot be compiled: {part} to a plan that is still open; close that one "
+                             "first, with plan.close() or by using it in a with block")
 
 
 def shared_state_ranges() -> list[tuple[int, int]]:

@@ -387,7 +387,7 @@ class Machine:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
             self.exposure.show(self.last_ended())
-            self.binding.restore()
+            self.binding.give_back()
             self.backend.close()
             if healthy:
                 self.collectives.close()  # else a peer may be stuck in it, and so would we

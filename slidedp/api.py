@@ -20,6 +20,7 @@ from slidedp.compiler.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
+from slidedp.executor.binding import refuse_owned
 from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S, MachineOptions, update_threads
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
@@ -104,6 +105,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"slidedp.compile takes an nn.Module, not {type(model).__name__}")
+    refuse_owned(model)
     if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}: a positive number, inf to take the norm without clipping, or None")
     skip = max_grad_norm is not None if skip_nonfinite is None else bool(skip_nonfinite)

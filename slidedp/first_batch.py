@@ -16,6 +16,7 @@ from slidedp.checkpoints import Checkpoint, require_same_model
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracer import Trace
+from slidedp.executor.binding import refuse_owned
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
@@ -69,6 +70,7 @@ def draft_together(planner: Planner, batch: Batches, collectives: Collectives) -
     problem: Exception | None = None
     draft, slices = None, 0
     try:
+        refuse_owned(planner.model)
         lanes, draft = planner.first_draft(batch)
         slices = planner.slices
     except Exception as e:  # whatever it is: the other ranks are waiting to hear of it

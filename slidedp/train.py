@@ -94,6 +94,7 @@ def run_or_go_on(config: TrainConfig) -> Outcome:
         torch.manual_seed(config.seed + ranks.rank)  # dropout, say, of each rank its own
         say(f"loading {source.folder / (source.gguf or '')}")
         model = on_all(control, lambda: source.model(meta=ranks.rank != 0))
+        require_context(model, config.data.seq)
         with compiled(config, model, loader) as plan:
             say(str(plan))
             if config.data.packing == "documents":
@@ -167,13 +168,22 @@ def is_finished(config: TrainConfig, loader: StatefulLoader, num_steps: int) -> 
 
 
 def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader) -> Plan:
-    p = config.plan
+    p, num_micro = config.plan, loader.split.num_micro
+    example = [loader.example()] * num_micro if num_micro > 1 else loader.example()
     return compile(
-        model, p.hw, example=loader.example(), optimizer=config.optimizer.describe(), policy=p.policy, hbm_budget=p.hbm_budget,
+        model, p.hw, example=example, optimizer=config.optimizer.describe(), policy=p.policy, hbm_budget=p.hbm_budget,
         host_budget=p.host_budget, compute_dtype=DTYPES.get(p.compute_dtype or ""), grad_dtype=DTYPES.get(p.grad_dtype or ""),
         max_grad_norm=config.max_grad_norm, skip_nonfinite=config.skip_nonfinite, device=p.device,
         update_kernel=p.update_kernel, solver=p.solver, validate=p.validate, peer_timeout_s=p.peer_timeout_s,
         peer_absence_s=p.peer_absence_s)
+
+
+def require_context(model: torch.nn.Module, seq: int) -> None:
+    """ValueError if the model says that it was not made for rows of `seq` tokens."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(most, int) and seq > most:
+        raise ValueError(f"data.seq: {seq} tokens are more than the {most} of the model's context (max_position_embeddings in its "
+                         f"config.json); use at most {most}, or the config of a model whose context has been extended")
 
 
 def require_documents_apart(plan: Plan, batch: Batch) -> None:

@@ -150,6 +150,10 @@ def test_a_model_has_one_open_plan():
         with pytest.raises(ValueError, match="still open"):
             compiled(model, example=lm_batch())
         plan.run(lm_batch())
+        with pytest.raises(ValueError, match=r"its blocks.0 belongs to a plan|it belongs to a plan|PlainGPT cannot be compiled"):
+            compiled(model)  # its weights are in slots, perhaps
+        with compiled(copy.deepcopy(plan.model), example=lm_batch()) as copied:
+            copied.run(lm_batch())
     with compiled(model, example=lm_batch()) as again:
         again.run(lm_batch())
 
