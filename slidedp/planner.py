@@ -216,6 +216,11 @@ class Planner:
         self.known[draft.key] = spec
         return spec
 
+    def forget(self) -> None:
+        """A start has failed, on some rank: the next first batch settles groups and decisions anew, on every rank."""
+        self.groups = self.decisions = self.verdict = None
+        self.known.clear()
+
     def expected(self, draft: Draft, decisions: Decisions) -> Expected:
         rows = min((shape[0] for shape in draft.shapes.values() if shape), default=1)
         return Expected(estimate_memory(draft.layers, decisions).hbm_bytes, self.settings.hbm_bytes, rows,
