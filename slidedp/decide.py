@@ -80,7 +80,7 @@ def problem_and_rule(layers: LayerGraph, settings: Settings, measurement: Measur
     try:
         return problem, rule_that_fits(layers, settings, problem)
     except BudgetError:  # no plan leaves the reserve of budgets.py free; some plan may do without
-        problem = replace(problem, hbm_budget=settings.hw.hbm_bytes if settings.hbm_budget is None else settings.hbm_budget)
+        problem = replace(problem, hbm_budget=settings.hbm_bytes)
         return problem, rule_that_fits(layers, settings, problem)
 
 
@@ -119,8 +119,7 @@ def problem_of(layers: LayerGraph, settings: Settings, measurement: Measurement 
     costs = s.cost_model_of(layers, measurement or Measurement())
     return Problem(
         layers, s.hw, costs, lambda decisions: simulate_decisions(layers, s, costs, decisions),
-        room_to_fill(s.hw, s.hbm_budget),
-        s.hw.host_bytes if s.host_budget is None else s.host_budget, s.policy)  # fmt: skip
+        room_to_fill(s.hw, s.hbm_budget), s.host_bytes, s.policy)  # fmt: skip
 
 
 def simulate_decisions(layers: LayerGraph, settings: Settings, costs: WithFallback, decisions: Decisions) -> Timeline:

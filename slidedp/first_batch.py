@@ -39,7 +39,16 @@ class Started:
 
 def start(planner: Planner, batch: Batches, collectives: Collectives, optimizer: AdamW, options: MachineOptions,
           resume_from: Checkpoint | None) -> Started:
-    """Plans, measures, decides and builds. What goes wrong on one rank is raised on all. Collective."""
+    """Plans, measures, decides and builds. What goes wrong on one rank is raised on all, and nothing is settled. Collective."""
+    try:
+        return settle(planner, batch, collectives, optimizer, options, resume_from)
+    except BaseException:
+        planner.forget()
+        raise
+
+
+def settle(planner: Planner, batch: Batches, collectives: Collectives, optimizer: AdamW, options: MachineOptions,
+           resume_from: Checkpoint | None) -> Started:
     problem: Exception | None = None
     started = None
     with torch.inference_mode(False):

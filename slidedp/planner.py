@@ -179,7 +179,7 @@ class Planner:
             decisions = self.for_shape(self.decisions, layers)
         check_head(layers, decisions)
         try:
-            check_budgets(layers, decisions, self.hbm_bytes, s.hw.host_bytes if s.host_budget is None else s.host_budget)
+            check_budgets(layers, decisions, s.hbm_bytes, s.host_bytes)
         except BudgetError as error:
             if self.decisions is None:
                 raise
@@ -216,14 +216,15 @@ class Planner:
         self.known[draft.key] = spec
         return spec
 
+    def forget(self) -> None:
+        """A start has failed, on some rank: the next first batch settles groups and decisions anew, on every rank."""
+        self.groups = self.decisions = self.verdict = None
+        self.known.clear()
+
     def expected(self, draft: Draft, decisions: Decisions) -> Expected:
         rows = min((shape[0] for shape in draft.shapes.values() if shape), default=1)
-        return Expected(estimate_memory(draft.layers, decisions).hbm_bytes, self.hbm_bytes, rows,
+        return Expected(estimate_memory(draft.layers, decisions).hbm_bytes, self.settings.hbm_bytes, rows,
                         named=self.settings.hbm_budget is not None)
-
-    @property
-    def hbm_bytes(self) -> int:
-        return self.settings.hw.hbm_bytes if self.settings.hbm_budget is None else self.settings.hbm_budget
 
     def candidates(self, draft: Draft, spec: Specialisation, rival: Decisions) -> tuple[Candidate, Candidate]:
         """The plan, whose first specialisation `spec` is, and one with other decisions, for the same batch."""
@@ -250,7 +251,7 @@ class Planner:
             return decisions
         if "head_chunks" not in (policy or {}):
             decisions = replace(decisions, head_chunks=num_head_chunks(layers, self.head_rows))
-        budget = self.hbm_bytes
+        budget = self.settings.hbm_bytes
         pinned = pinned_fields(layers, decisions, policy)
         for stage in layers.layers:
             if estimate_memory(layers, decisions).hbm_bytes <= budget:

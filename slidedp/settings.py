@@ -49,6 +49,16 @@ class Settings:
     validate: int = 0
     same_bits: bool = True
 
+    @property
+    def hbm_bytes(self) -> int:
+        """What a plan may take of each GPU: the budget, or all there is."""
+        return self.hw.hbm_bytes if self.hbm_budget is None else self.hbm_budget
+
+    @property
+    def host_bytes(self) -> int:
+        """The same of the host."""
+        return self.hw.host_bytes if self.host_budget is None else self.host_budget
+
     def cost_model_of(self, layers: LayerGraph, measurement: Measurement) -> WithFallback:
         """What ops of a plan of `layers` cost, each alone."""
         threads = None if self.update_threads is None else self.update_threads * self.world_size

@@ -84,8 +84,7 @@ def choose_slices(layers: LayerGraph, most: int, num_tokens: int, settings: Sett
     In one piece, if no number of slices fits: the error is then about that.
     """
     counts = [k for k in COUNTS if k <= most]
-    budget = settings.hw.hbm_bytes if settings.hbm_budget is None else settings.hbm_budget
-    host_budget = settings.hw.host_bytes if settings.host_budget is None else settings.host_budget
+    budget = settings.hbm_bytes
     room = room_to_fill(settings.hw, settings.hbm_budget)
     whole = plan_of(layers, settings)
     if whole is not None and whole[0].hbm_budget <= room:
@@ -93,7 +92,7 @@ def choose_slices(layers: LayerGraph, most: int, num_tokens: int, settings: Sett
             return sure
         return faster(layers, [k for k in counts if num_tokens // k >= FAST_TOKENS], settings, *whole)
     least = least_bytes(layers, settings)
-    if whole is None and least["host"] > host_budget:
+    if whole is None and least["host"] > settings.host_bytes:
         return Slicing()
     needs = f"in one piece the smallest plan needs {format_bytes(least['hbm'])} of HBM"
     tight = None if whole is None else Slicing()

@@ -102,18 +102,12 @@ def with_homes_of(plan: Decisions, rule: Decisions, layers: LayerGraph, settings
         pins = {"layers": {name: {"state": str(home)} for name, home in homes.items()}}
         try:
             rule = by_the_rule(layers, replace(settings, policy=merge_policies(settings.policy, pins)))
-            check_budgets(layers, rule, *budgets(settings))
+            check_budgets(layers, rule, settings.hbm_bytes, settings.host_bytes)
         except BudgetError:
             return None
     cut = {name: replace(d, return_chunks=plan.of(name).return_chunks) for name, d in rule.groups.items()
            if d.state is StateHome.HBM}
     return replace(rule, groups=rule.groups | cut)
-
-
-def budgets(settings: Settings) -> tuple[int, int]:
-    """Bytes of a GPU's HBM and of the host."""
-    hw, hbm, host = settings.hw, settings.hbm_budget, settings.host_budget
-    return hw.hbm_bytes if hbm is None else hbm, hw.host_bytes if host is None else host
 
 
 def fit_together(layers: LayerGraph, settings: Settings, plans: Sequence[Decisions]) -> bool:
@@ -125,9 +119,8 @@ def fit_together(layers: LayerGraph, settings: Settings, plans: Sequence[Decisio
                               others=others, **dtypes)  # fmt: skip
         return sum(layout.bytes_by_place().values())
 
-    _, host = budgets(settings)
     both = state_bytes(*plans)
-    return all(estimate_memory(layers, p).host_bytes - state_bytes(p) + both <= host for p in plans)
+    return all(estimate_memory(layers, p).host_bytes - state_bytes(p) + both <= settings.host_bytes for p in plans)
 
 
 # ---- what is known already ----

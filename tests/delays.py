@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
+from training import begin_again
+
+import slidedp
 from slidedp.compiler.ops import OpKind
 
 
@@ -30,3 +35,22 @@ class Delays:
             self.slowed.add(self.slow)
             return 1e-3
         return self._random.random() * 1e-3 if self._random.random() < 0.2 else 0.0
+
+
+def each_kind_slow(plan: slidedp.Plan, batch: Any, digest_of: Callable[[slidedp.Plan], str]) -> dict[OpKind, str]:
+    """Starts `plan`, and trains anew for each kind of op, which is the slow one; released slots are filled with NaN.
+
+    `digest_of`: trains and says what came of it. Returns that, by kind.
+    """
+    plan._options = replace(plan._options, delay=lambda op: 0.0, poison=True)
+    plan._start(batch)
+    kinds = {op.name: op.kind for op in plan._spec.graph}
+    weights = {name: p.detach().clone() for name, p in plan.model.named_parameters()}
+    digests = {}
+    for turn in range(len(set(kinds.values()))):
+        delays = Delays(kinds, turn, seed=turn)
+        begin_again(plan, weights)
+        plan._machine.streams.delay = delays
+        digests[delays.slow] = digest_of(plan)
+    assert set(digests) == set(kinds.values())
+    return digests

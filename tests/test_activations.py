@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from delays import Delays
+from delays import each_kind_slow
 from test_passes import tiny, uniform
 from test_saved import DROPOUT
 from tiny_models import FAMILIES, PlainGPT, family, lm_batch
@@ -74,13 +74,17 @@ def plan_of(policy, options=MachineOptions()):  # noqa: B008  (frozen)
     return plan
 
 
-def train(plan):
+def digest_of(plan):
     torch.manual_seed(1)
-    with plan:
-        losses = [plan.run(lm_batch(seed=t)).loss for t in range(3)]
-        trained = state_of(plan)
+    losses = [plan.run(lm_batch(seed=t)).loss for t in range(3)]
+    trained = state_of(plan)
     trained.losses = losses
     return trained.digest()
+
+
+def train(plan):
+    with plan:
+        return digest_of(plan)
 
 
 RACES = [
@@ -96,13 +100,11 @@ def test_delays_change_no_bit(policy):
     """Copies out or back, or any other kind of op, always late; what has been freed or is free is filled with NaN."""
     undisturbed = plan_of({"act": "recompute", "window": 2})
     digest = train(undisturbed)
-    plan = plan_of(policy)
-    assert train(plan) == digest
-    kinds = {op.name: op.kind for op in plan._spec.graph}
-    assert {OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD} <= set(kinds.values())
-    for turn in range(len(set(kinds.values()))):
-        delays = Delays(kinds, turn, seed=turn)
-        assert train(plan_of(policy, MachineOptions(delay=delays, poison=True))) == digest, delays.slow
+    assert train(plan_of(policy)) == digest
+    with plan_of(policy) as plan:
+        got = each_kind_slow(plan, lm_batch(seed=0), digest_of)
+    assert {OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD} <= set(got)
+    assert {kind for kind, of in got.items() if of != digest} == set()
 
 
 @pytest.mark.cpu

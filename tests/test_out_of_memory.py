@@ -253,11 +253,16 @@ def test_no_room_for_the_plans_buffers(monkeypatch):
     def empty(self: CpuBackend, numel: int, dtype: torch.dtype) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB")
 
+    plan = slidedp.compile(gpt(), "cpu", optimizer=OPTIMIZER)
     monkeypatch.setattr(CpuBackend, "empty", empty)
     with pytest.raises(BudgetError, match=(
             r"device memory: there is no room for buffer \w+\[0\] of .* KiB, one of those that the plan takes before its first "
             r"step, .* in all \(CUDA out of memory. Tried to allocate 2.00 GiB\); free memory .* smaller hbm_budget")):
-        slidedp.compile(gpt(), "cpu", optimizer=OPTIMIZER, example=lm_batch())
+        plan.run(lm_batch())
+    monkeypatch.undo()
+    assert plan._planner.decisions is None, "nothing is settled"
+    with plan:
+        assert plan.run(lm_batch()).step == 1
 
 
 def test_one_of_two_ranks_runs_out_of_memory(run_ranks):

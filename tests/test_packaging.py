@@ -33,12 +33,15 @@ MAY_NOT_IMPORT = {
     "executor": {"ortools"},
 }
 
-PROBE = """
-import importlib, importlib.resources, importlib.util, pkgutil, sys, warnings
-import slidedp
-print(slidedp.__file__)
+EVERYTHING = """
+import importlib, pkgutil, slidedp
 for module in pkgutil.walk_packages(slidedp.__path__, "slidedp."):
     importlib.import_module(module.name)
+"""
+PROBE = """
+import importlib.resources, importlib.util, sys
+import slidedp
+print(slidedp.__file__)
 for bare in ("compiler", "passes", "executor"):
     assert bare not in sys.modules, f"{bare} was imported by its bare name"
     assert importlib.util.find_spec(bare) is None, f"{bare} can be imported by its bare name"
@@ -106,7 +109,7 @@ def test_installed_wheel_imports_whole(dist: Path, tmp_path: Path) -> None:
     (archive,) = dist.glob("slidedp-*.whl")
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(archive))
-    location = run(sys.executable, "-c", PROBE, pythonpath=str(site), cwd=tmp_path)
+    location = run(sys.executable, "-c", EVERYTHING + PROBE, pythonpath=str(site), cwd=tmp_path)
     assert location.splitlines()[0] == str(site / "slidedp" / "__init__.py")
     assert "plan" in run(sys.executable, str(site / "bin" / "slidedp"), "--help", pythonpath=str(site), cwd=tmp_path)
 
@@ -119,10 +122,10 @@ def test_editable_install_follows_the_links(tree: Path, tmp_path: Path) -> None:
     (Path(site) / "borrowed.pth").write_text("\n".join(dict.fromkeys(packages_of_this_environment())))
     pip = (python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
     run(*pip, "--editable", str(tree), cwd=tmp_path)
-    assert run(python, "-c", PROBE, cwd=tmp_path).splitlines()[0] == str(tree / "slidedp" / "__init__.py")
     (tree / "compiler" / "added_later.py").write_text("ANSWER = 42\n")
     try:
-        assert run(python, "-c", "from slidedp.compiler.added_later import ANSWER; print(ANSWER)", cwd=tmp_path) == "42\n"
+        probe = f"from slidedp.compiler.added_later import ANSWER\n{PROBE}print(ANSWER)"
+        assert run(python, "-c", probe, cwd=tmp_path).splitlines() == [str(tree / "slidedp" / "__init__.py"), "42"]
     finally:
         (tree / "compiler" / "added_later.py").unlink()
 

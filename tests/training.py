@@ -142,11 +142,14 @@ def state_of(plan: slidedp.Plan) -> Trained:
 
 @torch.no_grad()
 def begin_again(plan: slidedp.Plan, weights: Mapping[str, Tensor]) -> None:
-    """A plan whose state is all on the host goes on from `weights` as if it had not run a step; it takes a third of compiling.
+    """A started plan goes on from `weights` as if it had not run a step, in a fraction of the time of compiling another one.
     Collective: all ranks share what rank 0 writes."""
     model, machine = plan.model, plan._machine
-    assert not machine.resident.groups
     machine.agree([])  # nobody looks at the state any more
+    for group in machine.resident.groups.values():  # their masters follow the host's
+        zeros = torch.zeros(group.num_trainable)
+        if group.trainable:
+            machine.resident.write_moments(group.name, zeros, zeros)
     if machine.rank == 0:
         for name, p in model.named_parameters():
             p.copy_(weights[name])
