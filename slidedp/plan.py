@@ -250,11 +250,7 @@ class Plan(Artefact):
 
     def _start(self, batch: Batches) -> None:
         """The first batch. Collective."""
-        try:
-            started = start(self._planner, batch, self._collectives, self._optimizer, self._options, self._resume_from)
-        except BaseException:
-            self._planner = Planner(self._model, self._settings)  # what has been planned so far was for this batch
-            raise
+        started = start(self._planner, batch, self._collectives, self._optimizer, self._options, self._resume_from)
         self._machine, self._current, self._trial = started.machine, started.spec, started.trial
         if self._resume_from is not None:
             self._load_or_undo(self._resume_from)

@@ -182,8 +182,8 @@ def require_context(model: torch.nn.Module, seq: int) -> None:
     """ValueError if the model says that it was not made for rows of `seq` tokens."""
     most = getattr(model.config, "max_position_embeddings", None)
     if isinstance(most, int) and seq > most:
-        raise ValueError(f"data.seq: {seq} tokens are more than the {most} of the model's context (max_position_embeddings in its "
-                         f"config.json); use at most {most}, or the config of a model whose context has been extended")
+        raise ValueError(f"data.seq: {seq} tokens are more than the {most} of the model's context (max_position_embeddings of "
+                         f"its config); use at most {most}, or a model whose context has been extended")
 
 
 def require_documents_apart(plan: Plan, batch: Batch) -> None:
