@@ -70,7 +70,7 @@ def tighten(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...],
         found = period_of(graph, proposal)
         if found < period:
             best, period = proposal, found
-    if queued and period > bound * (1 + gap):
+    if queued and rounds > 1 and period > bound * (1 + gap):  # one round is a look at a hint
         best, period = interchange(graph, rows, best, period, proposals)
     return Bounded(best, period, min(bound, period), work)
 
