@@ -15,7 +15,7 @@ from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.runlength import layer_index
 
 MAX_SWEEPS = 3
-MAX_WAYS = 8
+MAX_WAYS = 12
 """What one layer may take over from others, of the commonest."""
 WORTH_A_SWEEP = 1e-3
 
