@@ -252,11 +252,11 @@ def above(busy: Linear, covered: int) -> Linear:
 
 
 def always(busy: Linear, weight: Linear, least: Linear) -> bool:
-    """True if `weight` is `least` under every option that gives `busy` some time."""
-    own = dict(busy.terms)
-    for family, values in weight.terms:
-        for o, v in enumerate(values):
-            if v <= OFF // 2 and not (len(own) == 1 and family in own and busy.const + own[family][o] == 0):
-                return False
-    on = weight.map(lambda v: 0 if v <= OFF // 2 else v)
-    return on.const >= least.const and all(dict(on.terms).get(f) == values for f, values in least.terms)
+    """True if `weight` is at least `least` under every option that gives `busy` some time."""
+    own = dict(busy.terms) if len(busy.terms) == 1 else {}
+    more = add([weight], [least])
+    worst = more.const
+    for family, values in more.terms:
+        times = own.get(family, (1,) * len(values))
+        worst += min((v for v, us in zip(values, times, strict=True) if busy.const + us > 0), default=0)
+    return worst >= 0

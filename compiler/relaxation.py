@@ -1,10 +1,10 @@
 """A lower bound of the period, and plans that come near it, from an integer program that has no times but the GPU's gaps.
 
 It has every choice, the memory rows as they are, the sums of every stream and shared rate, and of the event graph's times what
-detours.py says of it: cycles that a plan was bound by, short detours, stalls. All of these hold for every plan, so that its
-optimum bounds every plan. It solves in a second where the event graph with its times takes a minute. The plan that reaches the
-optimum is a proposal: mostly it waits for something that the program does not know yet, which is added as inequalities along its
-critical cycle, and the next is asked for.
+detours.py and queues.py say of it: cycles that a plan was bound by, short detours, stalls, queues. All of these hold for every
+plan, so that its optimum bounds every plan. It solves in a second where the event graph with its times takes a minute. The plan
+that reaches the optimum is a proposal: mostly it waits for something that the program does not know yet, which is added as
+inequalities along its critical cycle, and the next is asked for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from slidedp.compiler.eventgraph import EventGraph, Linear
 from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.search import period_of
+from slidedp.compiler.queues import Queued, Queues
+from slidedp.compiler.search import interchange, period_of
 
 MAX_ROUNDS = 8
+QUEUES = (Stream.COMM,)
+"""Streams that are known as queues, where the first plan keeps them busy for `WORTH_QUEUEING` of its step."""
+WORTH_QUEUEING = 0.25
 ROUND_LIMIT = 3.0
-"""Deterministic seconds of one round."""
+"""Deterministic seconds of one round, and no more than half of what there is."""
 NEAR = 0.2
 """Share of the gap asked for that a round may leave between its plan and its bound."""
 
@@ -39,39 +43,53 @@ class Bounded:
 
 def tighten(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...], period: int, bound: int, gap: float,
             time_limit: float, rounds: int = MAX_ROUNDS) -> Bounded:  # fmt: skip
-    """From `best`, which fits, and its `period`: rounds until the two are within `gap`, or nothing comes of it."""
+    """From `best`, which fits, and its `period`: rounds until the two are within `gap`, or nothing comes of it.
+
+    With queues it also mixes what the rounds have proposed: few of them are short then, but most have well chosen layers.
+    """
     if period <= bound * (1 + gap):
         return Bounded(best, period, bound, 0.0)
-    program, work = Relaxation(graph, rows), 0.0
+    busy, work, round_limit = graph.busy_us(best), 0.0, min(ROUND_LIMIT, time_limit / 2)
+    queued = tuple(s for s in QUEUES if busy.get(s, 0) > WORTH_QUEUEING * period * graph.unit_us)
+    program, proposals = Relaxation(graph, rows, queued), list[tuple[int, ...]]()
     for selection in (graph.choices.default, best):
         program.learn(selection, bound)
     for _ in range(rounds):
         if period <= bound * (1 + gap) or work >= time_limit:
             break
-        proposal, proven, took = program.propose(best, int(period / (1 + gap)), bound, gap, min(ROUND_LIMIT, time_limit - work))
+        proposal, proven, took = program.propose(best, int(period / (1 + gap)), bound, gap, min(round_limit, time_limit - work))
         bound, work = max(bound, proven), work + took
+        if proposal is None and program.queues and bound * (1 + gap) < period:
+            program.queues = []  # no plan in time: easier to find without them, and what they prove is proven
+            continue
         if proposal is None:
             break
         if not program.learn(proposal, bound):
             break
+        proposals.append(proposal)
         found = period_of(graph, proposal)
         if found < period:
             best, period = proposal, found
+    if queued and rounds > 1 and period > bound * (1 + gap):  # one round is a look at a hint
+        best, period = interchange(graph, rows, best, period, proposals)
     return Bounded(best, period, min(bound, period), work)
 
 
 @dataclass
 class Relaxation:
-    """The integer program of `graph` under `rows`, and what it has learned."""
+    """The integer program of `graph` under `rows`, and what it has learned. `queued`: streams that it knows as queues."""
 
     graph: EventGraph
     rows: Sequence[MemoryRow]
+    queued: Sequence[Stream] = QUEUES
     known: set[Path] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.detours = Detours(self.graph)
         self.inequalities: list[Inequality] = list(self.detours.short())
         self.stalls = self.detours.stalls()
+        queues = Queues(self.detours)
+        self.queues: list[list[Queued]] = [queue for stream in self.queued if (queue := queues.on(stream))]
 
     def learn(self, selection: Sequence[int], bound: int) -> bool:
         """Adds what `selection` waits for. False if all of that is known."""
@@ -130,6 +148,7 @@ class _Program:
         self.totals()
         self.memory()
         self.waits()
+        self.wait_for_queues()
         m.minimize(self.T)
 
     def choices(self) -> None:
@@ -189,6 +208,26 @@ class _Program:
                 for need in stall.needs:
                     self.m.add(excess[-1] >= self.expression(need))
             self.m.add(sum(excess) <= sum(self.gaps))
+
+    def wait_for_queues(self) -> None:
+        detours, n = self.of.detours, len(self.of.detours.chain)
+        if not self.of.queues:
+            return
+        starts: list[Any] = [0]
+        for k, gap in enumerate(self.gaps[:-1]):
+            starts.append(self.m.new_int_var(0, self.horizon, f"start {k + 1}"))
+            self.m.add(starts[-1] == starts[-2] + self.expression(detours.busy(k)) + gap)
+        for queue in self.of.queues:
+            first, last = min(q.behind for q in queue) // n, max(q.before for q in queue) // n + 1
+            done = [self.m.new_int_var(min(first, 0) * self.horizon, max(last, 0) * self.horizon, "") for _ in queue]
+            for k, q in enumerate(queue):
+                time, lap = self.expression(self.of.graph.events[q.event].busy), 0 if k else self.T
+                self.m.add(done[k] >= done[k - 1] - lap + time)
+                if not k or queue[k - 1].behind < q.behind:
+                    end = starts[q.behind % n] + self.expression(detours.busy(q.behind))
+                    self.m.add(done[k] >= end + q.behind // n * self.T + time)
+                if q is queue[-1] or queue[k + 1].before > q.before:
+                    self.m.add(starts[q.before % n] + q.before // n * self.T >= done[k])
 
     def hint(self, selection: Sequence[int]) -> None:
         for each, chosen in zip(self.x, selection, strict=True):

@@ -5,14 +5,19 @@ What the solver gets from here is a start, complete with times. It makes the sea
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import accumulate, product
 
-from slidedp.compiler.eventgraph import EventGraph, Linear
+from slidedp.compiler.eventgraph import EventGraph, Linear, TimedEdge
 from slidedp.compiler.maxplus import is_period, max_cycle_ratio
 from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.runlength import layer_index
 
 MAX_SWEEPS = 3
+MAX_WAYS = 12
+"""What one layer may take over from others, of the commonest."""
+WORTH_A_SWEEP = 1e-3
 
 
 def columns(graph: EventGraph, rows: Sequence[MemoryRow]) -> list[list[tuple[int, ...]]]:
@@ -72,6 +77,42 @@ def descend(graph: EventGraph, rows: Sequence[MemoryRow], start: Sequence[int]) 
         if period == before:
             break
     return best, period
+
+
+def interchange(graph: EventGraph, rows: Sequence[MemoryRow], start: Sequence[int], period: int,
+                others: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], int]:  # fmt: skip
+    """From `start` and its `period`, one layer at a time takes over all that some layer has, there or in one of `others`, while
+    the period falls. (selection, period in units).
+    """
+    families, best = graph.choices.families, tuple(start)
+    layers: dict[str, list[int]] = defaultdict(list)
+    for i, family in enumerate(families):
+        if layer_index(family.group) is not None:
+            layers[family.group].append(i)
+    alike: dict[str, list[list[int]]] = defaultdict(list)
+    for members in layers.values():
+        alike[str([(families[i].name, families[i].options) for i in members])].append(members)
+    cycle = max_cycle_ratio(graph, best).edges
+    for _ in range(MAX_SWEEPS):
+        before = period
+        for kind in alike.values():
+            ways = Counter(tuple(s[i] for i in members) for s in (best, *others) for members in kind)
+            for members, (way, _) in product(kind, ways.most_common(MAX_WAYS)):
+                changed = dict(zip(members, way, strict=True))
+                trial = tuple(changed.get(i, o) for i, o in enumerate(best))
+                if is_longer(graph, cycle, trial, period - 1) or not feasible(rows, trial):
+                    continue
+                if is_period(graph, trial, period - 1):
+                    best, period, cycle = trial, period_of(graph, trial), max_cycle_ratio(graph, trial).edges
+        if period > before * (1 - WORTH_A_SWEEP):
+            break
+    return best, period
+
+
+def is_longer(graph: EventGraph, cycle: Sequence[TimedEdge], selection: Sequence[int], period: int) -> bool:
+    """True if `cycle` takes longer than `period` units a step under `selection`: then no period is that short."""
+    sums = [0, *accumulate(w.duration.at(selection) for w in graph.works)]
+    return sum(e.weight.at(selection) + sums[e.num_works] for e in cycle) > period * sum(e.distance for e in cycle)
 
 
 Partners = dict[tuple[int, int], list[tuple[int, int]]]

@@ -116,6 +116,8 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
             return replace(start, selection=hinted, period=period)
     found, period = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
     bound, work = cycle_bound(graph, rows, found), 0.0
+    if period > bound * (1 + gap) and (other := search_structured(graph, rows, rerouted=True)) and other[1] < period:
+        found, period = other
     if hinted is not None:
         bound, work = max(bound, start.bound), start.work
         if start.period < period * (1 - gap):

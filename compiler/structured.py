@@ -142,9 +142,9 @@ class StructuredSearch:
 
     # ---- the search ----
 
-    def run(self) -> Shape | None:
-        """The best shape that fits; None if none does."""
-        best = next((s for s in map(self.filled, self.starts()) if s is not None), None)
+    def run(self, alike: tuple[int, ...] | None = None) -> Shape | None:
+        """The best shape that fits, from the rule's options on, or from `alike`; None if none does."""
+        best = next((s for s in map(self.filled, self.starts(alike or (0,) * len(self.kinds))) if s is not None), None)
         if best is None:
             return None
         for _ in range(MAX_SWEEPS):
@@ -157,12 +157,21 @@ class StructuredSearch:
                 break
         return self.plainest(best)
 
-    def starts(self) -> Iterator[Shape]:
+    def starts(self, alike: tuple[int, ...]) -> Iterator[Shape]:
         """Shapes to start from, of which the first that fits is taken: state at home, or the host has no room for it."""
-        plain = Shape((0,) * len(self.kinds))
+        plain = Shape(alike)
         for ends in (0, self.most("ends")):
             for resident in range(len(self.states) + 1):
                 yield replace(plain, ends=ends, resident=resident)
+
+    def rerouted(self) -> tuple[int, ...] | None:
+        """The rule's options, but that gradients are summed where the rule does not; None if there is no such choice.
+
+        A start of its own: between GPUs the sums take the links, and most state is best resident; on the host they take its
+        memory, and half of it may be. No single change leads from one to the other.
+        """
+        alike = tuple(_rerouted(self.graph.choices.families[members[0]]) for members in self.kinds)
+        return alike if any(alike) else None
 
     def best_count(self, best: Shape, count: str) -> Shape:
         """On a grid over all values, then on finer ones around the best."""
@@ -210,10 +219,15 @@ class StructuredSearch:
         return best
 
 
-def search_structured(graph: EventGraph, rows: Sequence[MemoryRow]) -> tuple[tuple[int, ...], int] | None:
-    """The best structured selection that fits, and its period in units; None if none fits."""
+def search_structured(graph: EventGraph, rows: Sequence[MemoryRow], *,
+                      rerouted: bool = False) -> tuple[tuple[int, ...], int] | None:  # fmt: skip
+    """The best structured selection that fits, and its period in units; None if none fits.
+
+    `rerouted`: from the other route of the gradients on; None if there is none.
+    """
     search = StructuredSearch(graph, rows)
-    shape = search.run()
+    alike = search.rerouted() if rerouted else None
+    shape = search.run(alike) if alike or not rerouted else None
     return (search.selection(shape), search.period(shape)) if shape else None
 
 
@@ -245,6 +259,14 @@ def fewest_that_holds(shape: Shape, count: str, holds: Callable[[Shape], bool]) 
 def _with(shape: Shape, count: str, value: int) -> Shape:
     counts: dict[str, int] = {count: value}
     return replace(shape, **counts)  # type: ignore[arg-type]
+
+
+def _rerouted(family: Family) -> int:
+    """The option that differs from the rule's in where gradients are summed alone; the rule's where there is none."""
+    rule = family.options[0]
+    others = (o for o, option in enumerate(family.options) if option.get("reduction") not in (None, rule.get("reduction"))
+              and {**option, "reduction": rule.get("reduction")} == rule)  # fmt: skip
+    return next(others, 0)
 
 
 def _twin(family: Family, option: int, weights: str) -> int | None:

@@ -24,34 +24,36 @@ from slidedp.compiler.infeasible import fitting_start
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.maxplus import is_period, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow, memory_rows
-from slidedp.compiler.ops import Op
+from slidedp.compiler.ops import Op, Stream
+from slidedp.compiler.queues import Queued, Queues, widened
 from slidedp.compiler.relaxation import Relaxation, tighten
-from slidedp.compiler.search import choose, feasible, partners_of, period_of
+from slidedp.compiler.search import choose, feasible, interchange, partners_of, period_of
 from slidedp.compiler.solver import solve
+from slidedp.compiler.structured import StructuredSearch
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null
 
 
 class Dice:
-    """Every kind of op of every layer some factor slower or faster than the profile says."""
+    """Every kind of op of every layer some factor slower or faster than the profile says, those on `slow` five times slower."""
 
-    def __init__(self, seed: int, world_size: int) -> None:
-        self.seed, self.analytic = seed, AnalyticCostModel(world_size)
+    def __init__(self, seed: int, world_size: int, slow: Stream | None = None) -> None:
+        self.seed, self.analytic, self.slow = seed, AnalyticCostModel(world_size), slow
 
     def duration_us(self, op: Op, hw: HardwareProfile) -> int | None:
         factor = random.Random(f"{self.seed} {op.kind} {op.layer}").choice((0.1, 0.5, 1.0, 1.0, 2.0, 6.0))
-        return round(factor * self.analytic.exact_us(op, hw))
+        return round(factor * (5 if op.stream is self.slow else 1) * self.analytic.exact_us(op, hw))
 
     def bytes(self, op: Op, hw: HardwareProfile) -> int | None:
         return None
 
 
 def diced(layers: LayerGraph, hw_name: str, seed: int, policy: dict[str, Any] | None = None,
-          chunk_counts: tuple[int, ...] = (1, 4)) -> tuple[EventGraph, Choices]:  # fmt: skip
+          chunk_counts: tuple[int, ...] = (1, 4), slow: Stream | None = None) -> tuple[EventGraph, Choices]:  # fmt: skip
     hw = load_profile(hw_name)
     choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, chunk_counts=chunk_counts)
-    costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), Dice(seed, layers.world_size))
+    costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), Dice(seed, layers.world_size, slow))
     return build_event_graph(layers, choices, OptionCosts(layers, hw, costs)), choices
 
 
@@ -101,9 +103,41 @@ def test_all_that_is_known_of_waiting_holds_for_every_plan(hw_name: str, world_s
     assert twins > 0
 
 
-SMALL: list[tuple[str, int, dict[str, Any]]] = [
-    ("h200x1", 1, {"chunks": 4, "source": "shadow"}),  # what is kept, held and resident
-    ("a800x4-pcie", 4, {"chunks": 1, "state": "host", "weights": "stream", "layers": {
+@pytest.mark.parametrize("slow", [Stream.COMM, Stream.H2D])
+def test_queues_hold_for_every_plan(slow: Stream) -> None:
+    """What lies in the windows of a run of tasks takes no more time than there is, for every run around the step."""
+    rng, binding, num_tasks = random.Random(2), 0, 0
+    layers = stack(5, 60_000_000, 90_000_000, world_size=2, tokens=60_000, width=2048)
+    for seed in range(4):
+        graph, choices = diced(layers, "a800x4-pcie", seed, slow=slow)
+        queues = Queues(Detours(graph))
+        chain, n = queues.detours.chain, len(queues.detours.chain)
+        known = [queue for stream in graph.streams if stream is not Stream.GPU and (queue := queues.on(stream))]
+        num_tasks = sum(map(len, known))
+        for _ in range(12):
+            selection = any_selection(choices, rng)
+            period = period_of(graph, selection)
+            times = start_times(graph, selection, period)
+            begins = [times[i] + lap * period for lap in range(-3, 5) for i in chain]
+            ends = [b + graph.events[i].busy.at(selection) for b, i in zip(begins, chain * 8, strict=True)]
+            for queue in known:
+                around = [Queued(q.event, q.behind + lap * n, q.before + lap * n) for lap in (0, 1) for q in queue]
+                for first in range(len(queue)):
+                    busy = 0
+                    for q in around[first : first + len(queue)]:
+                        busy += graph.events[q.event].busy.at(selection)
+                        spare = begins[q.before + 3 * n] - ends[around[first].behind + 3 * n] - busy
+                        assert spare >= 0
+                        binding += busy > 0 == spare
+    assert num_tasks > 40
+    assert binding > 20
+
+
+SMALL: list[tuple[str, int, Stream | None, dict[str, Any]]] = [
+    ("h200x1", 1, None, {"chunks": 4, "source": "shadow"}),  # what is kept, held and resident
+    ("a800x4-pcie", 2, Stream.COMM, {"chunks": 1, "source": "shadow", "weights": "stream", "act": "recompute", "layers": {
+        "prologue": {"delivery": "replicated"}, "epilogue": {"delivery": "replicated"}}}),  # what the collectives carry
+    ("a800x4-pcie", 4, None, {"chunks": 1, "state": "host", "weights": "stream", "layers": {
         "prologue": {"delivery": "sharded", "reduction": "gpu", "source": "shadow"},
         "epilogue": {"delivery": "sharded", "reduction": "gpu", "source": "shadow"}, "L01": {"source": "cast"}}}),  # routes
 ]  # fmt: skip
@@ -112,7 +146,7 @@ SMALL: list[tuple[str, int, dict[str, Any]]] = [
 @cache
 def plans(case: int) -> tuple[LayerGraph, Choices, tuple[tuple[int, ...], ...]]:
     """A model of two layers, and all plans of it."""
-    hw_name, world_size, policy = SMALL[case]
+    hw_name, world_size, _, policy = SMALL[case]
     layers = stack(2, 60_000_000, 90_000_000, world_size=world_size, tokens=40_000, width=2048)
     _, choices = diced(layers, hw_name, 0, policy)
     every = product(*(range(len(f.options)) for f in choices.families))
@@ -124,8 +158,8 @@ def plans(case: int) -> tuple[LayerGraph, Choices, tuple[tuple[int, ...], ...]]:
 @pytest.mark.parametrize("case", range(len(SMALL)))
 def test_no_plan_is_shorter_than_the_bound(case: int, seed: int) -> None:
     """All plans of two layers, random costs, budgets from the least up: the gap reported is no less than the true one."""
-    (hw_name, _, policy), (layers, choices, every) = SMALL[case], plans(case)
-    graph, _ = diced(layers, hw_name, seed, policy)
+    (hw_name, _, slow, policy), (layers, choices, every) = SMALL[case], plans(case)
+    graph, _ = diced(layers, hw_name, seed, policy, slow=slow)
     hw = load_profile(hw_name)
     rows = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
     least = rows[0].needed(fitting_start((replace(rows[0], budget=0), rows[1]), choices) or choices.default)
@@ -194,3 +228,73 @@ def test_windows_of_reloads() -> None:
     assert len(reloads) == 5
     begin, end = reloads["act_reload.L01"] or (0, 0)
     assert (name[detours.chain[begin]], name[detours.chain[end]]) == ("bwd.L03", "recompute.L01")
+
+
+def test_queue_of_collectives() -> None:
+    """A gather waits for its slot and is needed by its layer; a sum is done when its gradient's slot is written again."""
+    graph, _ = diced(stack(5, 60_000_000, 90_000_000, world_size=2, tokens=60_000, width=2048), "a800x4-pcie", 0)
+    queues = Queues(Detours(graph))
+    chain, n = queues.detours.chain, len(queues.detours.chain)
+    around = {graph.events[q.event].name: (graph.events[chain[q.behind % n]].name, graph.events[chain[q.before % n]].name)
+              for q in queues.on(Stream.COMM)}  # fmt: skip
+    assert around["reduce.L04"] == ("bwd.L04", "bwd.L02")
+    assert around["all_gather.fwd.L04"][1] == "fwd.L04"
+    assert around["all_gather.resident.L00"] == ("bwd.L00", "prologue")
+
+
+def test_windows_are_widened_until_they_are_in_order() -> None:
+    """Around a step of ten ops: a later task's early begin counts for earlier ones, an earlier one's late end for later ones."""
+    queue = [Queued(0, 3, 9), Queued(1, 2, 5), Queued(2, 12, 13)]
+    assert widened(queue, 10) == [Queued(0, 2, 9), Queued(1, 2, 9), Queued(2, 12, 13)]
+    assert widened([Queued(0, 0, 16), Queued(1, 1, 3)], 10) == [Queued(0, 0, 16), Queued(1, 1, 16)]
+    assert widened([Queued(0, 5, 7), Queued(1, 4, 18)], 10) == [Queued(0, 4, 8), Queued(1, 4, 18)]
+    assert widened([], 10) == []
+
+
+def test_where_the_collectives_bind_a_queue_says_so() -> None:
+    """Sums of streams alone let the collectives run under all of the step; they cannot run under the forward."""
+    layers = stack(8, 60_000_000, 90_000_000, world_size=2, tokens=4_000, width=2048)
+    policy = {"chunks": 1, "source": "shadow", "reduction": "gpu", "delivery": "replicated", "state": "host"}
+    graph, choices = diced(layers, "a800x4-pcie", 0, policy, slow=Stream.COMM)
+    period = period_of(graph, choices.default)
+    bounds = [tighten_once(graph, streams, period) for streams in ((), (Stream.COMM,))]
+    assert bounds[0] < bounds[1] <= period
+
+
+def tighten_once(graph: EventGraph, queued: tuple[Stream, ...], period: int) -> int:
+    relaxation = Relaxation(graph, (), queued)
+    relaxation.inequalities, relaxation.stalls = [], []
+    return relaxation.propose(graph.choices.default, period, 0, 1e-3, 2.0)[1]
+
+
+# ---- better plans ----
+
+
+def test_interchange_mixes_the_layers_of_plans() -> None:
+    """Layers of two plans of which neither is short: what comes of them is shorter than both, and each layer is as in one."""
+    layers, hw = stack(5, 60_000_000, 90_000_000, world_size=2, tokens=60_000, width=2048), load_profile("a800x4-pcie")
+    graph, choices = diced(layers, "a800x4-pcie", 1, slow=Stream.COMM)
+    rows = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
+    rng = random.Random(3)
+    plans = [s for _ in range(20) if feasible(rows, s := any_selection(choices, rng))][:4]
+    start = plans[0]
+    best, period = interchange(graph, rows, start, period_of(graph, start), plans)
+    assert feasible(rows, best)
+    assert period == period_of(graph, best) < period_of(graph, start)
+    for a, b in zip(choices.families, best, strict=True):
+        same = [s[i] for s in plans for i, f in enumerate(choices.families) if (f.name, f.options) == (a.name, a.options)]
+        assert b in same
+
+
+def test_a_second_start_sums_gradients_elsewhere() -> None:
+    """The rule's options but for the reduction; one GPU has no second route."""
+    graph, choices = diced(stack(3, 60_000_000, 90_000_000, world_size=2, tokens=4_000, width=2048), "a800x4-pcie", 0)
+    search = StructuredSearch(graph, ())
+    alike = search.rerouted()
+    assert alike is not None
+    for members, option in zip(search.kinds, alike, strict=True):
+        family = choices.families[members[0]]
+        differ = {k for k, v in family.options[option].items() if v != family.options[0][k]}
+        assert differ == ({"reduction"} if family.name == "gradients" else set())
+    alone, _ = diced(stack(3, 60_000_000, 90_000_000, tokens=4_000, width=2048), "h200x1", 0)
+    assert StructuredSearch(alone, ()).rerouted() is None
