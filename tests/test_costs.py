@@ -186,7 +186,8 @@ def test_window_shrinks_with_the_budget_then_says_what_is_missing() -> None:
     sizes = {w: estimate_memory(graph, replace(default_decisions(graph, hw), window=w)).hbm_bytes for w in (2, 3, 4)}
     for window, size in sizes.items():
         assert default_decisions(graph, hw, hbm_budget=with_room(hw, size)).window == window
-    least = estimate_memory(graph, default_decisions(graph, hw, policy={"act": "recompute", "window": 2})).hbm_bytes
+    smallest = {"act": "recompute", "window": 2, "boundary": "host"}
+    least = estimate_memory(graph, default_decisions(graph, hw, policy=smallest)).hbm_bytes
     message = r"Qwen3-4B: a window of 2 weight slots needs .* of HBM, 1 B more than the budget .*hbm_budget"
     with pytest.raises(ValueError, match=message):
         default_decisions(graph, hw, hbm_budget=least - 1)
