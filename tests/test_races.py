@@ -123,17 +123,21 @@ def test_reordered_text_reorders_the_issue_and_no_bit(undisturbed):
 def test_updates_run_under_the_next_forward(undisturbed):
     """The last layer's update of step 1 is held until forward 2 has begun: it begins, and no bit changes.
 
-    The first update is held until all others are in the queue, so that it takes the earliest deadlines first.
+    The first update, the epilogue's, is held until all others are in the queue, so that it takes the earliest deadlines first;
+    and the next layer's gradient comes home only once that update has begun, so that it is the first.
     """
-    second_forward, overlapped, forwards = threading.Event(), [], []
-    plan = plan_of({"window": 2, "chunks": 2}, MachineOptions(delay=lambda name: hold(name)))
+    first_update, second_forward, overlapped, forwards = threading.Event(), threading.Event(), [], []
+    plan = plan_of({"window": 2, "chunks": 2, "rows": "whole"}, MachineOptions(delay=lambda name: hold(name)))
 
     def hold(name):
         if name == "fwd.L00":
             forwards.append(name)
             if len(forwards) == 2:
                 second_forward.set()
-        if name == "cpu_update.epilogue.c0" and not overlapped:
+        if name == "d2h.L02.c0":
+            first_update.wait(20)
+        if name == "cpu_update.epilogue.c0" and not first_update.is_set():
+            first_update.set()
             others = sum(op.kind is OpKind.CPU_UPDATE for op in plan._spec.graph) - 1
             until = time.monotonic() + 20
             while len(plan._machine.streams.updates._heap) < others and time.monotonic() < until:
