@@ -34,7 +34,7 @@ def test_plans_of_the_headline_on_two_ranks(run_ranks: RunRanks) -> None:
     first, second = run_ranks(BENCHMARKS / "headline.py", 2, "--tiny", "--worker", case.name, timeout=120)
     [result] = lines_of(first)
     assert not lines_of(second)
-    assert result["losses"][0] == pytest.approx(6.24, abs=0.3), "about log 512: small weights, random ones, and random tokens"
+    assert result["losses"][0] == pytest.approx(6.2383, abs=0.05), "log 512: the weights are small and random"
     assert len(set(result["losses"])) == 4
     assert result["step_s"] > 0
     reference = {"system": "compute-only", "size": "tiny", "seq": 16, "batch": 1, "tokens_per_s_per_gpu": 1000}

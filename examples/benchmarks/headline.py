@@ -113,11 +113,13 @@ def work(case: Case, args: argparse.Namespace) -> Iterator[Result]:
 
 def ours(case: Case, hw: str, rank: int, world: int, device: Any) -> Iterator[Result]:
     import peers
+    import torch
     from models import open_plan, tokens
 
+    generator = torch.Generator().manual_seed(rank)
     for batch in case.batches:
         began = time.perf_counter()
-        example = tokens(batch, case.seq, case.size)
+        example = tokens(batch, case.seq, case.size, generator)
         with open_plan(case.size, example, device, hw=hw, policy=dict(case.policy) or None, solver=case.solver) as plan:
             if rank == 0:
                 print(f"ready after {time.perf_counter() - began:.1f} s\n{plan}", flush=True)
@@ -125,8 +127,9 @@ def ours(case: Case, hw: str, rank: int, world: int, device: Any) -> Iterator[Re
             losses = [results[0].loss]
             peers.reset_peak(device)  # without what measuring the stages took
             for _ in range(case.warm):
-                losses.append(plan.run(tokens(batch, case.seq, case.size)).loss)
-            measured = [plan.run(tokens(batch, case.seq, case.size)) for _ in range(case.steps)] if case.warm else results
+                losses.append(plan.run(tokens(batch, case.seq, case.size, generator)).loss)
+            measured = results if not case.warm else [
+                plan.run(tokens(batch, case.seq, case.size, generator)) for _ in range(case.steps)]
             times = [result.wall_s for result in measured]
             losses += [result.loss for result in measured]
             plan.synchronize()
