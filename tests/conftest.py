@@ -47,6 +47,15 @@ def _few_threads() -> None:
     torch.set_num_threads(max(min(2, os.cpu_count() or 1) // workers, 1))
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of tiny models: a second thread would only spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

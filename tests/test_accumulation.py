@@ -18,18 +18,9 @@ from slidedp.batch import BatchError
 from slidedp.compiler.ops import OpKind
 from slidedp.executor.options import MachineOptions
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
 Batch = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are tiny: a second thread would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def untied(seed: int = 0, **changes: Any) -> nn.Module:

@@ -25,13 +25,7 @@ OPTIMIZER = slidedp.AdamW(lr=1e-2)
 CHOICES = [(act, boundary) for act in Activation for boundary in Boundary]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are tiny: a second thread would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mixed(seed, num_layers):

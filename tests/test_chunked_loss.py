@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,7 @@ from slidedp.planner import Planner
 from slidedp.report import summary
 from slidedp.settings import Settings
 
-pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 
 # ---- found in a model's epilogue, or not ----

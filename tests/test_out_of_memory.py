@@ -25,7 +25,7 @@ from slidedp.executor.backend import CpuBackend
 from slidedp.executor.fallback import OutOfMemory, is_out_of_memory
 from slidedp.executor.gradients import GradientSlots
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 RETAIN = {"act": "retain"}
 MIXED = {"act_slots": 1, "window": 2, "layers": {
@@ -34,14 +34,11 @@ MIXED = {"act_slots": 1, "window": 2, "layers": {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are tiny: a second thread would only spin. Garbage is to be looked for among what these tests make."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _fewer_to_collect():
+    """Garbage is to be looked for among what these tests make."""
     gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 import tiny_models
@@ -16,22 +15,13 @@ from slidedp.compiler.decisions import Activation
 from slidedp.executor.parcels import num_bytes, storage_of
 from slidedp.executor.saved import SavedTensors, enter
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 DROPOUT = {
     "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
     "qwen3": {"attention_dropout": 0.2},
     "gemma2": {"attention_dropout": 0.2},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The models are tiny: a second thread would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 RECOMPUTE, RETAIN, SELECTIVE = Activation.RECOMPUTE, Activation.RETAIN, Activation.SELECTIVE

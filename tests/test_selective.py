@@ -18,16 +18,7 @@ from slidedp.executor import selective
 from slidedp.executor.parcels import num_bytes
 from slidedp.executor.selective import Keeping, Measured, choose
 
-pytestmark = pytest.mark.cpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are tiny: a second thread would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 
 def test_the_rule():

@@ -28,13 +28,7 @@ from slidedp.slicing import FRAGMENTS, Slicing, choose_slices, good_plan, most_s
 BATCH = lm_batch(batch=16, seq=32)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models are tiny: a second thread would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def budget_of(model: nn.Module, slices: int) -> int:

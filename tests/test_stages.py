@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import tiny_models
@@ -11,16 +10,8 @@ import torch
 from stage_bench import AWKWARD, Bench, Shared, compare, made
 from torch import Tensor
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The models are tiny: a second thread would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 CASES = {case.name: case for case in tiny_models.plain_cases() + tiny_models.family_cases(("padded",))}
 

@@ -164,8 +164,8 @@ def test_one_plan_at_a_time_has_slots(policy: Any, monkeypatch: pytest.MonkeyPat
     assert results[0].exposed_s >= 0
 
 
-def test_other_shapes_do_not_count() -> None:
-    steps = [lm_batch(seed=i, batch=3 if i in (1, 4) else 2) for i in range(7)]
+def sources_on_trial(steps: list[dict[str, torch.Tensor]]) -> tuple[slidedp.Plan, list[str]]:
+    """A plan of casts on trial, which is said to be slower than the default's of shadows, over `steps`; which it was in each."""
     seen = []
 
     def look(plan: slidedp.Plan, i: int) -> None:
@@ -175,6 +175,12 @@ def test_other_shapes_do_not_count() -> None:
     with on_trial(PLANS["cast"], slower(True)):
         got, plan = train(look, steps=steps, validate=1)
     assert got == plain
+    return plan, seen
+
+
+def test_other_shapes_do_not_count() -> None:
+    steps = [lm_batch(seed=i, batch=3 if i in (1, 4) else 2) for i in range(7)]
+    plan, seen = sources_on_trial(steps)
     assert seen == ["cast"] * 3 + ["shadow"] * 4
     assert plan.validation is not None
 
@@ -185,15 +191,7 @@ def test_batches_that_all_have_a_shape_of_their_own(planned: int, default: int, 
     """The trial is given up, on the solver's plan, whether it is its steps that do not come or the default's."""
     monkeypatch.setattr("slidedp.validation.MOST_OTHERS", 3)
     steps = [lm_batch(seed=i, batch=2 if i < planned else 3 + i) for i in range(planned + 6)]
-    seen = []
-
-    def look(plan: slidedp.Plan, i: int) -> None:
-        seen.append(str(plan.decisions.of("L00").source))
-
-    plain, _ = train(steps=steps)
-    with on_trial(PLANS["cast"], slower(True)):
-        got, plan = train(look, steps=steps, validate=1)
-    assert got == plain
+    plan, seen = sources_on_trial(steps)
     assert seen == ["cast"] * 2 + ["shadow"] * default + ["cast"] * (planned + 4 - default)
     assert plan._trial is None
     assert plan.validation is None
