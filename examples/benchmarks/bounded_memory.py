@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from throughput import ARGUMENTS, build, cases
+from models import build
+from throughput import ARGUMENTS, cases
 
 import slidedp
 from slidedp.compiler.budgets import RESERVE, RESERVE_BYTES, WHOLE

@@ -2,28 +2,52 @@
 
     DEVICE      the GPU if there is one
     TINY        the shape of `--size tiny`
+    timed       seconds of each of some steps
+    pss_bytes   host memory of this process
     thin        a model whose weights are one piece of noise: for shapes that the host cannot hold twice
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+Device = torch.device | str
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
 
 
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+def on_gpu(device: Device) -> bool:
+    return torch.device(device).type == "cuda"
 
 
-def reset_peak() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+def synchronize(device: Device) -> None:
+    if on_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def reset_peak(device: Device = DEVICE) -> None:
+    if on_gpu(device):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def timed(step: Callable[[], object], steps: int, device: Device) -> list[float]:
+    """Seconds of each of `steps`, after one that does not count; memory is watched from the second on."""
+    step()
+    reset_peak(device)
+    times = []
+    for _ in range(steps):
+        synchronize(device)
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return times
 
 
 def peak_gib() -> dict[str, float]:
@@ -32,6 +56,11 @@ def peak_gib() -> dict[str, float]:
         return {}
     return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)}
+
+
+def pss_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Pss:"))
 
 
 @torch.no_grad()

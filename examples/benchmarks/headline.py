@@ -114,6 +114,7 @@ def work(case: Case, args: argparse.Namespace) -> Iterator[Result]:
 def ours(case: Case, hw: str, rank: int, world: int, device: Any) -> Iterator[Result]:
     import peers
     import torch
+    from device import reset_peak
     from models import open_plan, tokens
 
     generator = torch.Generator().manual_seed(rank)
@@ -125,7 +126,7 @@ def ours(case: Case, hw: str, rank: int, world: int, device: Any) -> Iterator[Re
                 print(f"ready after {time.perf_counter() - began:.1f} s\n{plan}", flush=True)
             results = [plan.run(example)]
             losses = [results[0].loss]
-            peers.reset_peak(device)  # without what measuring the stages took
+            reset_peak(device)  # without what measuring the stages took
             for _ in range(case.warm):
                 losses.append(plan.run(tokens(batch, case.seq, case.size, generator)).loss)
             measured = results if not case.warm else [

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 import torch
-from throughput import build, tokens
+from models import build, tokens
 
 import slidedp
 from slidedp.compiler.costs import ResolvedCosts

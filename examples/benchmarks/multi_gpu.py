@@ -31,9 +31,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic pro
 import peers
 import torch
 import torch.distributed as dist
-from models import open_plan, tokens
+from device import reset_peak
+from models import build, open_plan, tokens
 from processes import run_ranks, this_rank
-from throughput import build
 from torch import Tensor
 from verdicts import correct, named, scaled
 
@@ -152,7 +152,7 @@ def timed(args: argparse.Namespace, batch: int, policy: dict[str, Any], solver: 
         return {**facts, "batch": batch, "problem": str(error)}
     with plan:
         plan.run(example)
-        peers.reset_peak(args.device)
+        reset_peak(args.device)
         plan.run(example)
         times = [plan.run(tokens(batch, args.seq, args.size)).wall_s for _ in range(args.steps)]
         found = peers.facts("slidedp", batch, args.seq, times, args.device, plan_world())

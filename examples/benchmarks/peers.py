@@ -14,15 +14,14 @@ import os
 import runpy
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import renew_buffers, shape_of, tokens
-from throughput import build, pss_bytes
+from device import Device, pss_bytes, timed
+from models import build, renew_buffers, shape_of, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -38,7 +37,7 @@ def compute_only(size: str, batches: Sequence[int], seq: int, steps: int, device
         yield facts("compute-only+recompute", batch, seq, times, device)
 
 
-def compute_times(model: Any, batch: dict[str, torch.Tensor], steps: int, device: torch.device) -> list[float]:
+def compute_times(model: Any, batch: dict[str, torch.Tensor], steps: int, device: Device) -> list[float]:
     """Seconds of forward and backward of a model that is on `device`, as is the batch. The model stays as it is."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     drop: Callable[[torch.Tensor], None] = lambda p: setattr(p, "grad", None)  # noqa: E731
@@ -113,32 +112,8 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def on(device: torch.device, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on(device: Device, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: value.to(device) for key, value in batch.items()}
-
-
-def timed(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Seconds of each of `steps`, after one that does not count; memory is watched from the second on."""
-    step()
-    reset_peak(device)
-    times = []
-    for _ in range(steps):
-        synchronize(device)
-        started = time.perf_counter()
-        step()
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return times
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def facts(system: str, batch: int, seq: int, times: Sequence[float], device: torch.device, world: int = 1) -> Result:

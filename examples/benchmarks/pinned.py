@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from device import DEVICE, thin
-from throughput import THIN_FROM, build, compute_only, num_params, report, run, shared_arguments
+from models import build, tokens
+from peers import compute_times, on
+from throughput import THIN_FROM, num_params, report, run, shared_arguments
 
 import slidedp
 from slidedp.hardware import load_profile
@@ -72,7 +74,7 @@ def main() -> None:
     model = build(args.size)
     reference = {}
     for batch in args.batch if args.reference else ():
-        times = compute_only(model, batch, args.seq, args.steps)
+        times = compute_times(model, on(DEVICE, tokens(batch, args.seq, args.size)), args.steps, DEVICE)
         report("compute-only+recompute", args, batch, times)
         reference[batch] = sorted(times)[len(times) // 2]
     thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)

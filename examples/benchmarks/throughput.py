@@ -23,21 +23,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from copies import copy_gbps
-from device import DEVICE, TINY, peak_gib, reset_peak, synchronize, thin
-from transformers import AutoModelForCausalLM, Qwen3Config
+from device import DEVICE, peak_gib, pss_bytes, reset_peak, thin
+from models import build, tokens
+from peers import compute_times, on
 
 import slidedp
-from slidedp.presets import PRESETS
 
 THIN_FROM = 6_000_000_000
 """Parameters from which on host memory does not hold the model's own weights beside a plan's state."""
@@ -56,7 +52,7 @@ def main() -> None:
     reference: dict[int, float] = {}
     if args.reference:
         for batch in args.batch:
-            times = compute_only(model, batch, args.seq, args.steps)
+            times = compute_times(model, on(DEVICE, tokens(batch, args.seq, args.size)), args.steps, DEVICE)
             report("compute-only+recompute", args, batch, times)
             reference[batch] = statistics.median(times)
     thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)
@@ -75,24 +71,24 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
     gc.collect()
     torch.cuda.empty_cache()  # of the plan before: it would count as this one's
     try:
-        plan = slidedp.compile(model, profile, example=tokens(batch, args.seq), optimizer=slidedp.AdamW(lr=1e-5),
+        plan = slidedp.compile(model, profile, example=tokens(batch, args.seq, args.size), optimizer=slidedp.AdamW(lr=1e-5),
                                policy=policy or None, validate=False, **arguments)
     except ValueError as error:
         print(json.dumps({"system": "slidedp", "batch": batch, "case": case, "error": str(error)}), flush=True)
         return None
     with plan:
         started = time.perf_counter()
-        plan.run(tokens(batch, args.seq))
+        plan.run(tokens(batch, args.seq, args.size))
         plan.synchronize()
         print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
         reset_peak()  # without what planning took to measure the stages
-        results = [plan.run(tokens(batch, args.seq)) for _ in range(args.steps + 1)]
+        results = [plan.run(tokens(batch, args.seq, args.size)) for _ in range(args.steps + 1)]
         times = [r.wall_s for r in results][1:]
         step_s, predicted = statistics.median(times), plan.simulate()
         host_bytes = pss_bytes()
         peak = {"host_gib": round(host_bytes / 2**30, 1), "host_bytes_per_param": round(host_bytes / num_params(model), 2),
                 "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
-        measured = plan.measure(tokens(batch, args.seq) for _ in range(3))
+        measured = plan.measure(tokens(batch, args.seq, args.size) for _ in range(3))
         loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
         bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
         bound = max([reference_s or 0.0, *bounds.values()])
@@ -148,58 +144,6 @@ def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
     p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
 
 
-def build(size: str, num_layers: int | None = None, device: str = DEVICE, *, dtype: torch.dtype = torch.bfloat16,
-          fused_loss: bool = False) -> Any:
-    """Random weights; on the GPU: seconds instead of minutes. `num_layers`: only so many of the shape's."""
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-
-        apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, cross_entropy=False,
-                                    fused_linear_cross_entropy=fused_loss)
-    except ImportError:
-        print("no Liger kernels here: both sides run without")
-    shape = TINY if size == "tiny" else PRESETS[f"qwen3-{size.lower()}"]
-    config = Qwen3Config(**{k: v for k, v in shape.items() if k != "model_type"}, use_cache=False)
-    config._attn_implementation = "sdpa"
-    if num_layers is not None:
-        config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config)
-    torch.set_default_dtype(torch.float32)
-    return model.train()
-
-
-def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 151936 if DEVICE == "cuda" else TINY["vocab_size"], (batch, seq))
-    return {"input_ids": ids, "labels": ids}
-
-
-def compute_only(model: Any, batch: int, seq: int, steps: int) -> list[float]:
-    """Seconds of forward and backward with full recompute; gradients are dropped as they come."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    drop: Callable[[torch.Tensor], None] = lambda p: setattr(p, "grad", None)  # noqa: E731
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
-    data = {k: v.to(DEVICE) for k, v in tokens(batch, seq).items()}
-    times = list(timed(lambda: model(**data).loss.backward(), steps))
-    for hook in hooks:
-        hook.remove()
-    model.gradient_checkpointing_disable()
-    return times
-
-
-def timed(step: Callable[[], object], steps: int) -> Iterator[float]:
-    step()
-    reset_peak()
-    for _ in range(steps):
-        synchronize()
-        started = time.perf_counter()
-        step()
-        synchronize()
-        yield time.perf_counter() - started
-
-
 def report(system: str, args: argparse.Namespace, batch: int, times: list[float], **extra: Any) -> dict[str, Any]:
     step = statistics.median(times)
     line = {"system": system, "model": f"Qwen3-{args.size}", "batch": batch, "seq": args.seq, "step_s": round(step, 4),
@@ -210,11 +154,6 @@ def report(system: str, args: argparse.Namespace, batch: int, times: list[float]
 
 def num_params(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def pss_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("Pss:"))
 
 
 if __name__ == "__main__":

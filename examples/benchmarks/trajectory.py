@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from device import DEVICE, peak_gib, reset_peak
-from throughput import build, tokens
+from models import build, tokens
 from torch import Tensor
 
 import slidedp
@@ -36,7 +36,7 @@ Weights = dict[str, Tensor]
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(1)
-    different = [tokens(args.batch, args.seq) for _ in range(4)]
+    different = [tokens(args.batch, args.seq, args.size) for _ in range(4)]
     batches = [different[i % 4] for i in range(args.steps)]
     optimizer = slidedp.AdamW(lr=args.lr)
     start = {name: p.detach() for name, p in build(args.size, args.layers).named_parameters()}
