@@ -80,6 +80,9 @@ class Backend(Protocol):
     def trim(self) -> None:
         """What has been freed goes back to the device, for buffers of other sizes."""
 
+    def settle(self) -> None:
+        """After the first step of a graph: what there is now stays. See garbage.py; the CPU has nobody waiting for the host."""
+
     def drain(self) -> None:
         """Waits for all work of the device, whatever became of the streams' threads."""
 
@@ -140,6 +143,9 @@ class CpuBackend:
         return ""
 
     def trim(self) -> None:
+        pass
+
+    def settle(self) -> None:
         pass
 
     def drain(self) -> None:

@@ -15,7 +15,6 @@ This is for the allocator's refusals in compute ops. Slots, which all other ops 
 
 from __future__ import annotations
 
-import gc
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from slidedp.compiler.layergraph import StageKind
 from slidedp.compiler.ops import Op, OpKind, in_lane
 from slidedp.compiler.runlength import runs
 from slidedp.compiler.units import format_bytes
+from slidedp.executor import garbage
 
 if TYPE_CHECKING:
     from slidedp.executor.step import Step
@@ -105,7 +105,7 @@ class Fallback:
             elif once or collected:
                 raise OutOfMemory(self._refusal(step, op, said))
             else:
-                gc.collect()  # takes long, and mostly finds nothing: the user's modules may leave cycles behind
+                garbage.collect()  # takes long, and mostly finds nothing: the user's modules may leave cycles behind
                 collected = True
             step.machine.backend.release_cached()
             num *= 2

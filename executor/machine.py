@@ -247,7 +247,8 @@ class Machine:
         if step.training and self.resident:
             self.resident.newest = step.turn
         step.op_names, step.speculating, step.moved_by = facts.op_names, facts.speculating, facts.moved_by
-        self.failure.begin(step.number, step.turn, fresh=not interpreter.has_run)
+        fresh = not interpreter.has_run
+        self.failure.begin(step.number, step.turn, fresh=fresh)
         try:
             interpreter.run(step, previous)
             self.when_drained(facts, step)
@@ -255,6 +256,8 @@ class Machine:
             self.failure.stop(e)
             raise self.failure.cause() from e
         self.failure.wait(step.epilogue)
+        if fresh:
+            self.backend.settle()
         if step.draws_random:
             self.wait_compute(step)  # its recomputes put the default generators back and forth: the caller must not draw between
         try:

@@ -1,0 +1,89 @@
+"""What lives as long as a plan is no business of the garbage collector's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from tiny_models import PlainGPT, lm_batch
+
+import slidedp
+from slidedp.executor import garbage
+from slidedp.executor.backend import CpuBackend
+
+pytestmark = pytest.mark.cpu
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    gc.unfreeze()
+    yield
+    assert gc.get_freeze_count() == 0
+    gc.enable()
+
+
+def test_held_until_the_last_owner_lets_go():
+    one, other = object(), object()
+    garbage.hold(one)
+    garbage.hold(other)
+    garbage.hold(one)
+    assert gc.get_freeze_count() > 1000
+    garbage.release(one)
+    garbage.release(one)
+    assert gc.get_freeze_count() > 1000
+    garbage.release(other)
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_is_garbage_is_collected_all_the_same():
+    old = Cycle()
+    dead = weakref.ref(old)
+    owner = object()
+    garbage.hold(owner)
+    del old
+    gc.collect()
+    assert dead() is not None  # out of an ordinary collection's sight
+    garbage.collect()
+    assert dead() is None
+    assert gc.get_freeze_count() > 1000
+    young = weakref.ref(Cycle())
+    gc.collect()
+    assert young() is None
+    garbage.release(owner)
+
+
+def test_the_user_s_own_freeze_stays():
+    gc.freeze()
+    owner = object()
+    garbage.hold(owner)
+    garbage.release(owner)
+    assert gc.get_freeze_count() > 1000
+    gc.unfreeze()
+
+
+def test_collection_turned_off_is_left_off():
+    gc.disable()
+    garbage.hold(owner := object())
+    assert gc.get_freeze_count() == 0
+    garbage.release(owner)
+    assert not gc.isenabled()
+
+
+def test_settles_after_the_first_step_of_each_graph_and_not_again(monkeypatch):
+    """A plan calls for it where a step has just shown what stays: once, and once for evaluation."""
+    calls = []
+    monkeypatch.setattr(CpuBackend, "settle", lambda self: calls.append(len(calls)))
+    with slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3)) as plan:
+        for seed in range(3):
+            plan.run(lm_batch(seed=seed))
+        assert len(calls) == 1
+        plan.evaluate(lm_batch())
+        plan.evaluate(lm_batch())
+        plan.run(lm_batch())
+        assert len(calls) == 2
