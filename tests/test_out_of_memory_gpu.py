@@ -63,7 +63,7 @@ def train(act: str) -> tuple[list[float], dict[str, torch.Tensor], int, tuple[st
 
 @pytest.mark.usefixtures("deterministic")
 def test_less_memory_than_the_plan_needs(allow):
-    """Halfway between what retaining and what recomputing everything reserves: the bits of both, and one warning."""
+    """Halfway between what retaining and what recomputing everything reserves: the bits of both, and one warning a step."""
     losses, weights, low, _ = train("recompute")
     _, _, high, notes = train("retain")
     assert notes == ()
@@ -76,11 +76,10 @@ def test_less_memory_than_the_plan_needs(allow):
     assert got_losses == losses
     assert [n for n, p in weights.items() if not torch.equal(p, got_weights[n])] == []
     assert reserved <= allowed
-    print([str(w.message) for w in told])
-    (warning,) = [w for w in told if issubclass(w.category, RuntimeWarning) and "out of memory" in str(w.message)]
-    assert "step 1 ran out of memory in " in str(warning.message)
-    assert "Tried to allocate" in str(warning.message)
-    assert "of which this process may use" in str(warning.message)
+    said = [str(w.message) for w in told if issubclass(w.category, RuntimeWarning) and "out of memory" in str(w.message)]
+    assert "step 1 ran out of memory in " in said[0]  # a later step, with other free blocks, may have to drop a layer more
+    assert len(said) == len({text.partition(" ran ")[0] for text in said}) < len(BATCHES)
+    assert all("Tried to allocate" in text and "of which this process may use" in text for text in said)
     assert "since step 1, for want of memory: L" in notes[0]
 
 
