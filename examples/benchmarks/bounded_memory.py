@@ -4,12 +4,13 @@ r"""Whether a step stays within its HBM budget, how fast it is there, and whethe
     python examples/benchmarks/plots.py budgets log -o budgets.png
     python examples/benchmarks/bounded_memory.py --size 14B --layers 16 --batch 32 hbm_budget=16GiB window=2
     python examples/benchmarks/bounded_memory.py --size 4B --batch 256 --steps 2 / slices=32
-    python examples/benchmarks/bounded_memory.py --size 4B --batch 1 --seq 262144 --steps 1 boundary=host / head_chunks=512
+    python examples/benchmarks/bounded_memory.py --size 4B --batch 1 --seq 262144 --steps 0 --analytic --forward / head_chunks=512
 
 `--budgets N`: every case in N budgets, from the smallest in which some plan fits to the whole GPU; with `--repeat`, all of it in
 turn, again. One JSON line a run. `reserved_to_budget`: the allocator's peak over the budget, at most 1 if it held.
 `loss_to_first`: the largest relative difference of a step's loss to that of the first run of the same batch, over the same
-tokens and, by a learning rate of 0, the same weights. ``--size tiny`` tries a command out without a GPU.
+tokens and, by a learning rate of 0, the same weights. ``--steps 0``: one step, which is no warm-up; ``--forward``: of other cases
+than the first only forwards. Both are for steps of minutes. ``--size tiny`` tries a command out without a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import gc
 import json
 import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,15 +62,20 @@ def run(model: Any, batch: int, case: dict[str, Any], args: argparse.Namespace, 
     torch.cuda.empty_cache()
     try:
         plan = slidedp.compile(model, "auto", example=data[0], optimizer=slidedp.AdamW(lr=0.0), policy=policy or None,
-                               validate=False, **arguments)  # its steps are to be of one plan
+                               validate=False, measure=False if args.analytic else None, **arguments)  # of one plan
     except ValueError as error:
         print(json.dumps(line | {"error": str(error)}), flush=True)
         return
     with plan:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # without what planning took to measure the stages
-        results = [plan.run(each) for each in data]
-        losses, times = [r.loss for r in results], [r.wall_s for r in results][1:]
+        if args.forward and batch in first:
+            began = time.perf_counter()
+            losses = [plan.evaluate(each) for each in data]
+            times = [(time.perf_counter() - began) / len(data)]
+        else:
+            results = [plan.run(each) for each in data]
+            losses, times = [r.loss for r in results], [r.wall_s for r in results][min(1, args.steps) :]
         before = first.setdefault(batch, losses)
         step_s = statistics.median(times)
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -117,6 +124,8 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=5, help="measured steps; one more warms up")
+    p.add_argument("--forward", action="store_true", help="only forwards in other cases than the first of a batch")
+    p.add_argument("--analytic", action="store_true", help="measure no stage: a layer of a long sequence takes seconds")
     p.add_argument("--budgets", type=int, default=0, help="run each case in so many HBM budgets")
     p.add_argument("--repeat", type=int, default=1, help="run all of it so often, so that drift shows")
     p.add_argument("case", nargs="*", help="KEY=VALUE pins and " + ", ".join(ARGUMENTS) + "; '/' begins another case")

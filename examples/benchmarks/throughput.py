@@ -25,6 +25,7 @@ import gc
 import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +105,10 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                        if s in measured.busy_us},  # measured, predicted
                copy_gbps=copy_gbps(plan, measured, predicted), over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
+        if args.traces:
+            name = "-".join([f"batch{batch}", *(f"{key}.{value}" for key, value in case.items())])
+            for what, timeline in (("predicted", predicted), ("measured", measured)):
+                plan.write_trace(args.traces / f"{name}-{what}.json", timeline)
     return line
 
 
@@ -141,6 +146,7 @@ def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=steps, help="measured steps; one more warms up")
     p.add_argument("--no-reference", dest="reference", action="store_false")
+    p.add_argument("--traces", type=Path, help="a folder for two traces of each plan, as predicted and as measured")
     p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
 
 
