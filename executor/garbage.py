@@ -11,28 +11,24 @@ from __future__ import annotations
 import gc
 
 _owners: set[int] = set()
-_frozen_before = False
 
 
 def hold(owner: object) -> None:
     """Collects, then freezes what is alive. Again for the same owner: what has come since. Nothing where the user has turned
     collection off.
     """
-    global _frozen_before
     if not gc.isenabled():
         return
-    if not _owners:
-        _frozen_before = gc.get_freeze_count() > 0
     _owners.add(id(owner))
     gc.collect()
     gc.freeze()
 
 
 def release(owner: object) -> None:
-    """Undoes :meth:`hold`, once the last owner lets go. What the user had frozen before stays frozen, and ours with it."""
+    """Undoes :meth:`hold`, once the last owner lets go. Collections look at what others had frozen, too, from then on."""
     if id(owner) in _owners:
         _owners.remove(id(owner))
-        if not _owners and not _frozen_before:
+        if not _owners:
             gc.unfreeze()
 
 
