@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ class RngState:
         if not torch.equal(self.cpu, other.cpu):
             return False
         return self.device is None or other.device is None or torch.equal(self.device, other.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A batch tensor of the user's; on the device, `there`, once `arrived`, if it has set out."""
+
+    value: Tensor
+    there: Tensor | None = None
+    arrived: Any = None
 
 
 class Backend(Protocol):
@@ -56,8 +65,17 @@ class Backend(Protocol):
     def fence_caller(self) -> None:
         """In the user's thread, before a step reads what the user made: all device work that they queued is done."""
 
+    def send(self, value: Tensor) -> Sent:
+        """In the user's thread, before a step is submitted: a batch tensor sets out for the device, ahead of the step's weights.
+
+        Whoever has it keeps it until the device has done all of the step.
+        """
+
+    def receive(self, sent: Sent) -> Tensor:
+        """The tensor, in the current stream; a copy of the user's, who may refill theirs once `run` returns."""
+
     def to_device(self, value: Tensor) -> Tensor:
-        """A copy of a batch tensor on the device, in the current stream: the user may refill theirs once `run` returns."""
+        """A copy of a batch tensor on the device, made in the current stream."""
 
     def to_host(self, value: Tensor) -> Tensor:
         """A host copy of a small result. It holds the values once the op that called this is done."""
@@ -120,6 +138,12 @@ class CpuBackend:
 
     def fence_caller(self) -> None:
         pass
+
+    def send(self, value: Tensor) -> Sent:
+        return Sent(value)
+
+    def receive(self, sent: Sent) -> Tensor:
+        return sent.value.clone()
 
     def to_device(self, value: Tensor) -> Tensor:
         return value.clone()

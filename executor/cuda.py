@@ -21,10 +21,12 @@ from torch import Tensor
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.units import format_bytes
 from slidedp.executor import garbage
-from slidedp.executor.backend import RngState
+from slidedp.executor.backend import RngState, Sent
 from slidedp.executor.streams import Streams, Trace
 
 _DEVICE_STREAMS = (Stream.GPU, Stream.H2D, Stream.D2H, Stream.COMM, Stream.UPDATE)
+_MOST_SENT = 16 << 20
+"""Bytes of a batch tensor up to which it goes ahead: two steps' then lie on the device, where no plan has counted them."""
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -95,6 +97,7 @@ class CudaBackend:
         self._clock = Clock(self.device)
         self._memory = PinnedMemory(self.device)
         self._staging = _StagingPool(self.device, self._memory)
+        self._batches = torch.cuda.Stream(self.device)
 
     def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
         # Collectives first when both could run: others' GPUs wait for them.
@@ -127,6 +130,29 @@ class CudaBackend:
 
     def fence_caller(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
+
+    def send(self, value: Tensor) -> Sent:
+        """On a stream of its own, whose pool its memory is of: it goes back there once the step is done.
+
+        Copied by the step's first op it would wait in the copy engine behind the weights that are queued there: 13 to 18 ms
+        of a step of 750, measured.
+        """
+        if value.is_cuda or not 0 < value.nbytes <= _MOST_SENT:
+            return Sent(value)
+        with torch.cuda.stream(self._batches):
+            try:
+                there = self._staging.to_device(value)
+            except torch.OutOfMemoryError:  # in the step layers can make room
+                return Sent(value)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Sent(value, there, arrived)
+
+    def receive(self, sent: Sent) -> Tensor:
+        if sent.there is None:
+            return self._staging.to_device(sent.value)
+        torch.cuda.current_stream(self.device).wait_event(sent.arrived)
+        return sent.there
 
     def to_device(self, value: Tensor) -> Tensor:
         """From the host through a pinned buffer: a pageable copy would first wait for all queued work. Always a copy."""

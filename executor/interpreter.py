@@ -189,7 +189,6 @@ class Interpreter:
                 lane.runner.prologue(weights)
 
             step.fallback.run(step, op, attempt)
-            lane.batch = {}
 
         return task
 

@@ -239,6 +239,7 @@ class Machine:
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
         self.backend.fence_caller()
+        step.send()
         facts = interpreter.facts
         if self.in_flight and self.in_flight.op_names != facts.op_names:
             self.synchronize()  # edges from the step before name its ops

@@ -16,6 +16,7 @@ import torch
 from slidedp.executor.adam import NonFiniteGradient
 
 if TYPE_CHECKING:
+    from slidedp.executor.backend import Sent
     from slidedp.executor.clipping import Clip
     from slidedp.executor.fallback import Fallback, Shortage
     from slidedp.executor.machine import Machine
@@ -35,6 +36,7 @@ class MicroBatch:
     num_valid: int
     runner: StageRunner
     loss: torch.Tensor | None = None
+    sent: Mapping[str, Sent] = field(default_factory=dict)
 
     @property
     def has_tokens(self) -> bool:
@@ -90,8 +92,14 @@ class Step:
         """A mean over its tokens counts by its share of all; a sum is divided by all. 1.0 of the only one on one rank's mean."""
         return (lane.num_valid if self.loss_is_mean else 1) / self.num_valid_global
 
+    def send(self) -> None:
+        """The batches set out for the device. Before anything is submitted."""
+        for lane in self.lanes:
+            lane.sent = {key: self.machine.backend.send(value) for key, value in lane.batch.items()}
+            lane.batch = {}
+
     def device_batch(self, lane: MicroBatch) -> dict[str, torch.Tensor]:
-        return {key: self.machine.backend.to_device(value) for key, value in lane.batch.items()}
+        return {key: self.machine.backend.receive(sent) for key, sent in lane.sent.items()}
 
     @property
     def draws_random(self) -> bool:
@@ -99,8 +107,10 @@ class Step:
         return any(lane.runner.draws_random for lane in self.lanes)
 
     def release(self) -> None:
-        """All is done. Results may be kept for long, the tickets need not be."""
+        """All is done. Results may be kept for long, the tickets and batches need not be."""
         self.tickets = {}  # a new dict: the next step may hold the old one
+        for lane in self.lanes:
+            lane.sent = {}
 
     def count(self, kind: str, amount: int) -> None:
         """Bytes (elements for updates) that this rank's copies and kernels were really called with."""

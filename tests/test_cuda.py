@@ -71,6 +71,23 @@ def test_pinned_memory_has_its_exact_size_and_is_released(backend: Backend) -> N
     backend.register(tensor)
 
 
+def test_batches_sent_ahead_arrive_and_the_host_copy_may_change_at_once(backend: Backend) -> None:
+    streams = backend.open_streams()
+    large = torch.arange(5_000_000)  # stays until it is received
+    for round_ in range(3):
+        sources = [torch.full((64, 1024), round_), torch.rand(3, 5).cuda(), torch.empty(0, 7), large + round_]
+        want = [source.clone() for source in sources]
+        backend.fence_caller()
+        sent = [backend.send(source) for source in sources]
+        sources[0].zero_()
+        got: list[Tensor] = []
+        assert streams.submit(Stream.GPU, lambda sent=sent, got=got: got.extend(map(backend.receive, sent)),
+                              need_done=True).wait_done(60)  # fmt: skip
+        assert [s.there is not None for s in sent] == [True, False, False, False]
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))
+    streams.close()
+
+
 def test_batches_arrive_whatever_their_device_and_the_host_copy_may_change_at_once(backend: Backend) -> None:
     streams = backend.open_streams()
     for dtype in (torch.int64, torch.float32, torch.bool):

@@ -53,6 +53,13 @@ def test_a_batch_may_be_refilled_at_once():
     assert got == want
 
 
+def test_a_kept_result_keeps_no_batch():
+    with compiled() as plan:
+        result = plan.run(lm_batch())
+        plan.synchronize()
+        assert [(lane.batch, lane.sent) for lane in result._step.lanes] == [({}, {})]
+
+
 def test_exposed_time_is_that_of_all_compute_of_a_step(monkeypatch):
     monkeypatch.setattr("slidedp.executor.streams.OpStream.stall_s", lambda stream, op: 0.25)  # of each, see test_streams.py
     with compiled() as plan:
