@@ -13,6 +13,7 @@ import slidedp
 from slidedp.executor import garbage
 from slidedp.executor.backend import CpuBackend
 
+
 class Cycle:
     def __init__(self) -> None:
         self.me = self
