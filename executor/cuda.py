@@ -139,7 +139,7 @@ class CudaBackend:
         """
         if value.is_cuda or not 0 < value.nbytes <= _MOST_SENT:
             return Sent(value)
-        with torch.cuda.stream(self._batches):
+        with torch.inference_mode(False), torch.cuda.stream(self._batches):  # whatever the user's thread is in
             try:
                 there = self._staging.to_device(value)
             except torch.OutOfMemoryError:  # in the step layers can make room
