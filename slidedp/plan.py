@@ -71,7 +71,11 @@ class Plan(Artefact):
         self._stop_asked = False
         self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
-            self._start(example)
+            try:
+                self._start(example)
+            except Exception:  # nobody will close this plan
+                self._collectives.close()
+                raise
 
     # ---- training ----
 
