@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -90,7 +92,7 @@ class CudaBackend:
         if self.device.index >= torch.cuda.device_count():
             raise ValueError(f"device: {self.device} does not exist, this process sees {torch.cuda.device_count()}")
         torch.cuda.init()
-        self._capped = False
+        self._cap = AllocatorCap(self.device)
         self._clock = Clock(self.device)
         self._memory = PinnedMemory(self.device)
         self._staging = _StagingPool(self.device, self._memory)
@@ -151,10 +153,7 @@ class CudaBackend:
 
     def cap(self, num_bytes: int) -> None:
         """At the limit torch first frees what it keeps for later, then refuses: see fallback.py."""
-        if torch.cuda.get_per_process_memory_fraction(self.device) >= 1:
-            total = torch.cuda.mem_get_info(self.device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(num_bytes / total, 1.0), self.device)
-            self._capped = True
+        self._cap.set(num_bytes)
 
     def memory_in_use(self) -> str:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -177,11 +176,40 @@ class CudaBackend:
         self._clock.anchor()
 
     def close(self) -> None:
-        if self._capped:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            self._capped = False
+        self._cap.lift()
         self._staging.clear()
         self._memory.close()
+
+
+class AllocatorCap:
+    """One plan's part of what torch's allocator may reserve on `device`, which is a number of the process: as long as several
+    plans have a part, it is the sum of theirs. A limit that was there before the first of them is the user's, and stays.
+    """
+
+    _parts: ClassVar[dict[int, dict[AllocatorCap, int]]] = {}  # by device: of the process, as the allocator is
+    _lock = threading.Lock()  # a plan may be closed in another thread than the one that opens the next
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def set(self, num_bytes: int) -> None:
+        with self._lock:
+            parts = self._parts.setdefault(self._device.index, {})
+            if parts or torch.cuda.get_per_process_memory_fraction(self._device) >= 1:
+                parts[self] = num_bytes
+                self._apply(parts)
+
+    def lift(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            parts = self._parts.get(self._device.index, {})
+            if parts.pop(self, None) is not None:
+                self._apply(parts)
+
+    def _apply(self, parts: dict[AllocatorCap, int]) -> None:
+        total = torch.cuda.mem_get_info(self._device)[1]
+        share = sum(parts.values()) / total if parts else 1.0
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), self._device)
 
 
 class PinnedMemory:
