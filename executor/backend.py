@@ -90,7 +90,9 @@ class Backend(Protocol):
         """Once the calling stream's work is done, gives back what the allocator holds and nothing uses."""
 
     def cap(self, num_bytes: int) -> None:
-        """The allocator reserves no more than this until `close`, fragments included; a limit that is there already stays."""
+        """The allocator reserves no more than this until `close`, fragments included, nor than the sum of all open backends'; a
+        limit of the user's own stays.
+        """
 
     def memory_in_use(self) -> str:
         """The allocator's numbers, for messages; '' where there is no device with one."""

@@ -10,11 +10,16 @@ ring's order of summation depends on the chunk.
 
 All traffic goes over process groups of our own, so that the user's collectives cannot come between: `data` is used by the
 comm stream's thread alone, `control` by the thread that drives the plan alone. On each, all ranks call in one order.
+
+Each call on `control` begins with the ranks' meeting, at which a rank that has failed since the last one says so instead
+(`together`): it has come to the others' next call, whichever that is, and none is left waiting in one.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +27,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slidedp.executor.words import PeerError
+
 TIMEOUT = timedelta(minutes=30)
 """For a peer that is alive and late; dead ones are found by the watchdog (executor/liveness.py) or a lost connection."""
 
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+
+
+_WELL, _TOLD, _FAILED, _REFUSED = range(4)
+"""What a rank says at a meeting: nothing, or that it has failed: for another rank's error, for its own, for a ValueError."""
+_TEXT_BYTES = 1000
+
+
+class PeerFailed(PeerError):
+    """Another rank has failed where the ranks work :func:`together`. `refused`: by a ValueError; `text`: its error."""
+
+    def __init__(self, rank: int, text: str, *, refused: bool) -> None:
+        self.text, self.refused = text, refused
+        super().__init__(rank, f"rank {rank} has failed: {text}")
+
+
+@contextmanager
+def together(collectives: Collectives) -> Iterator[None]:
+    """Work that all ranks do alike, and which they must be told of if it fails on one: there it raises what it raises, once all
+    ranks have come to their next call on `control` or have failed too, and on the others PeerFailed, in that call.
+    """
+    try:
+        yield
+    except PeerFailed:
+        raise
+    except Exception as e:
+        collectives.fail(e)
+        raise
 
 
 class SingleRank:
@@ -64,6 +98,9 @@ class SingleRank:
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
+
+    def fail(self, error: Exception) -> None:
+        """Instead of this rank's next call: the others' raise PeerFailed. See :func:`together`."""
 
     def close(self) -> None:
         """Destroys our process groups. Idempotent."""
@@ -138,16 +175,37 @@ class RankCollectives(SingleRank):
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # freed, another stream may get its memory at once
 
+    def fail(self, error: Exception) -> None:
+        kind = _TOLD if isinstance(error, PeerError) else _REFUSED if isinstance(error, ValueError) else _FAILED
+        with suppress(RuntimeError):  # a rank has died meanwhile
+            self._meet(kind, f"{type(error).__name__}: {error}")
+
+    def _meet(self, own: int = _WELL, text: str = "") -> None:
+        """The ranks' meeting. PeerFailed if another one has failed, and this one has not."""
+        kinds = [kind for (kind,) in self._gathered(torch.tensor([own]))]
+        if not any(kinds):
+            return
+        said = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        texts = self._gathered(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        if own == _WELL:
+            rank = max(range(self.world_size), key=lambda r: (min(kinds[r], _FAILED), -r))  # a cause before what follows from it
+            its = bytes(texts[rank]).rstrip(b"\0").decode(errors="replace")
+            raise PeerFailed(rank, its, refused=kinds[rank] == _REFUSED)
+
+    def _gathered(self, own: Tensor) -> list[list[int]]:
+        everyone = torch.empty(self.world_size * own.numel(), dtype=own.dtype)
+        _all_gather(everyone, own, group=self._control)
+        rows: list[list[int]] = everyone.view(self.world_size, -1).tolist()
+        return rows
+
     def exchange_ints(self, values: list[int]) -> list[int]:
         message = torch.tensor(values, dtype=torch.int64)
         self.broadcast(message)
         return message.tolist()
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
-        own = torch.tensor(values, dtype=torch.int64)
-        everyone = torch.empty(self.world_size * len(values), dtype=torch.int64)
-        _all_gather(everyone, own, group=self._control)
-        return everyone.view(self.world_size, -1).tolist()
+        self._meet()
+        return self._gathered(torch.tensor(values, dtype=torch.int64))
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
         (length,) = self.exchange_ints([len(data)])
@@ -158,6 +216,7 @@ class RankCollectives(SingleRank):
         return message.numpy().tobytes()
 
     def broadcast(self, tensor: Tensor) -> None:
+        self._meet()
         if tensor.numel():
             raw = tensor.contiguous().view(-1).view(torch.uint8)
             dist.broadcast(raw, dist.get_global_rank(self._control, 0), group=self._control)
@@ -165,7 +224,7 @@ class RankCollectives(SingleRank):
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self) -> None:
-        dist.barrier(group=self._control)
+        self._meet()
 
     def close(self) -> None:
         self._scratch.clear()

@@ -10,7 +10,6 @@ Sources: CUDA Runtime API, Event and Stream Management and `cudaHostRegister`; P
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.units import format_bytes
 from slidedp.executor import garbage
+from slidedp.executor.allocator import AllocatorCap, free_workspaces
 from slidedp.executor.backend import RngState, Sent
 from slidedp.executor.streams import Streams, Trace
 
@@ -93,7 +93,7 @@ class CudaBackend:
         if self.device.index >= torch.cuda.device_count():
             raise ValueError(f"device: {self.device} does not exist, this process sees {torch.cuda.device_count()}")
         torch.cuda.init()
-        self._capped = False
+        self._cap = AllocatorCap(self.device)
         self._clock = Clock(self.device)
         self._memory = PinnedMemory(self.device)
         self._staging = _StagingPool(self.device, self._memory)
@@ -177,14 +177,8 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def cap(self, num_bytes: int) -> None:
-        """At the limit torch first frees what it keeps for later, then refuses: see fallback.py. Segments grow and shrink by
-        pages while it holds, so that what is free in them does not lie idle: of a tight budget that was a seventh.
-        """
-        if torch.cuda.get_per_process_memory_fraction(self.device) >= 1:
-            total = torch.cuda.mem_get_info(self.device)[1]
-            torch.cuda.set_per_process_memory_fraction(min(num_bytes / total, 1.0), self.device)
-            set_expandable_segments(True)
-            self._capped = True
+        """At the limit torch first frees what it keeps for later, then refuses: see fallback.py."""
+        self._cap.set(num_bytes)
 
     def memory_in_use(self) -> str:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -211,33 +205,12 @@ class CudaBackend:
         self._clock.anchor()
 
     def close(self) -> None:
-        if self._capped:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-            set_expandable_segments(False)
-            self._capped = False
+        self._cap.lift()
         self._staging.clear()
         self._memory.close()
         torch.cuda.synchronize(self.device)
         free_workspaces()
         garbage.release(self)
-
-
-def free_workspaces() -> None:
-    """cuBLAS's, of which torch keeps one for each stream and thread, 32 MiB on an H200, for ever: streams go with their plan.
-
-    No product may be under way; the next one gets a new workspace.
-    """
-    free = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if free is not None:
-        free()
-
-
-def set_expandable_segments(on: bool) -> None:
-    """How torch's allocator reserves memory from now on, unless the user has configured it, or this torch cannot be told."""
-    configured = any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None and not configured:
-        change(f"expandable_segments:{on}")
 
 
 class PinnedMemory:

@@ -57,7 +57,7 @@ from slidedp.executor.step_updates import StepUpdates, noting
 from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.switching import DRAINED, FIRST_OP_WORD, Lowered, equip
 from slidedp.executor.updates import UpdateQueue
-from slidedp.executor.words import Board, PeerError
+from slidedp.executor.words import AbortReason, Board, PeerError
 
 Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
@@ -110,18 +110,21 @@ class Machine:
             exchange=collectives.exchange_ints, barrier=collectives.barrier, host_budget=host_budget, split_rows=list(split_rows),
             others=[p.decisions for p in others])
         self.words = self.state.words
+        try:
+            self.open(hbm_budget)
+            self.start()
+        except BaseException as e:
+            self.give_up(e)
+            raise
+
+    def open(self, hbm_budget: int | None) -> None:
+        """All that runs beside the user's thread."""
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
         self.meetings = Meetings(self.words, Board.STEP, self.failure.check, self.failure.cause)
         self.saves = Saves(self.words, self.failure, self.counters)
         if hbm_budget is not None:
             self.backend.cap(hbm_budget)  # `close` lifts it
-        try:
-            self.start()
-        except BaseException as e:
-            self.abandon(e)
-            self.close()
-            raise
 
     def start(self) -> None:
         """Load the weights, and make all that lives as long as the machine."""
@@ -367,6 +370,18 @@ class Machine:
         """The user leaves because of `error`: the others are told, and nothing is waited for. Returns what is behind it."""
         self.failure.stop(error)
         return self.failure.cause()
+
+    def give_up(self, error: BaseException) -> None:
+        """The construction has failed: the others, who may wait for this rank's weights, are told."""
+        if hasattr(self, "saves"):
+            self.abandon(error)
+            self.close()
+            return
+        self.words.abort(self.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
+        if hasattr(self, "streams"):
+            self.streams.close()
+        self.backend.close()
+        self.state.close(keep_master=False)
 
     def close(self) -> None:
         """Drain (unless something failed), stop, free. The model keeps ordinary parameters. Idempotent.

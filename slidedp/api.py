@@ -72,7 +72,7 @@ def compile(
         policy: choices to pin: mapping, YAML path, or a loaded plan; the solver fills the rest.
         cost_model: durations and bytes for ops it knows (see `CostModel`); the analytic model fills the rest.
         hbm_budget, host_budget: bytes or e.g. "20GiB". The first, if given, also limits what torch's allocator reserves on the
-            device, for the whole process, until the plan is closed.
+            device, for the whole process, until the plan is closed; of several open plans, to the sum of those that are given.
         compute_dtype: of weights and activations on the device: bfloat16 on CUDA, else float32, unless given.
         grad_dtype: of gradients returned to the host; default `compute_dtype`.
         max_grad_norm: clip by the exact norm of all gradients of all ranks, as `torch.nn.utils.clip_grad_norm_` does (inf: only

@@ -17,7 +17,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracer import Trace
 from slidedp.executor.binding import refuse_owned
-from slidedp.executor.collectives import Collectives
+from slidedp.executor.collectives import Collectives, PeerFailed, together
 from slidedp.executor.machine import Machine
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.segment import HostMemoryError
@@ -39,63 +39,45 @@ class Started:
 
 def start(planner: Planner, batch: Batches, collectives: Collectives, optimizer: AdamW, options: MachineOptions,
           resume_from: Checkpoint | None) -> Started:
-    """Plans, measures, decides and builds. What goes wrong on one rank is raised on all, and nothing is settled. Collective."""
+    """Plans, measures, decides and builds. What goes wrong on one rank ends it on all, and nothing is settled. Collective.
+
+    Raises BatchError where another rank has a ValueError, PeerError where it has another error.
+    """
     try:
-        return settle(planner, batch, collectives, optimizer, options, resume_from)
-    except BaseException:
+        with together(collectives), torch.inference_mode(False):
+            return settle(planner, batch, collectives, optimizer, options, resume_from)
+    except BaseException as e:
         planner.forget()
+        if isinstance(e, PeerFailed):
+            told = f"rank {e.rank} could not plan its first batch: {e.text}"
+            raise (BatchError(told) if e.refused else PeerError(e.rank, told)) from None
         raise
 
 
 def settle(planner: Planner, batch: Batches, collectives: Collectives, optimizer: AdamW, options: MachineOptions,
            resume_from: Checkpoint | None) -> Started:
-    problem: Exception | None = None
-    started = None
-    with torch.inference_mode(False):
-        lanes, draft, to_measure = draft_together(planner, batch, collectives)
-        refuse_if_starts_differ(collectives, batch, draft.signature)
-        times_s = [time.perf_counter()]
-        planner.measurement = measured_stages(planner.model, to_measure, lanes[0], planner.settings, collectives)
-        times_s.append(time.perf_counter())
-        try:
-            opinion = planner.decide(draft)
-        except ValueError as e:
-            problem = e
-        raise_on_all_ranks(collectives, problem)
-        times_s.append(time.perf_counter())
-        spec, trial = plan_together(planner, draft, opinion, options, collectives, resume_from, times_s)
-        refuse_if_starts_differ(collectives, batch, spec.signature(training=True))
-        try:
-            started = build(planner, spec, trial, collectives, optimizer, options)
-        except ValueError as e:
-            problem = e
-        raise_on_all_ranks(collectives, problem, started)
-    assert started is not None
-    return started
+    lanes, draft, to_measure = draft_together(planner, batch, collectives)
+    refuse_if_starts_differ(collectives, batch, draft.signature)
+    times_s = [time.perf_counter()]
+    planner.measurement = measured_stages(planner.model, to_measure, lanes[0], planner.settings, collectives)
+    times_s.append(time.perf_counter())
+    opinion = planner.decide(draft)
+    times_s.append(time.perf_counter())
+    spec, trial = plan_together(planner, draft, opinion, options, collectives, resume_from, times_s)
+    refuse_if_starts_differ(collectives, batch, spec.signature(training=True))
+    return build(planner, spec, trial, collectives, optimizer, options)
 
 
 def draft_together(planner: Planner, batch: Batches, collectives: Collectives) -> tuple[list[dict[str, Tensor]], Draft, Trace]:
     """This rank's batch, cut into as many slices as any rank needs, traced and checked; and the trace to measure. Collective."""
-    problem: Exception | None = None
-    draft, slices = None, 0
-    try:
-        refuse_owned(planner.model)
-        lanes, draft = planner.first_draft(batch)
-        slices = planner.slices
-    except Exception as e:  # whatever it is: the other ranks are waiting to hear of it
-        problem = e
+    refuse_owned(planner.model)
+    lanes, draft = planner.first_draft(batch)
+    slices = planner.slices
     most = max(n for (n,) in collectives.gather_ints([slices]))
-    try:
-        if draft is not None and slices < most:
-            lanes, draft = planner.in_slices(batch, Slicing(most, "the batch of another rank is in as many"))
-        if draft is not None:
-            check_lanes(lanes, draft.traces)
-            to_measure = planner.to_measure(draft)
-    except Exception as e:
-        problem = e
-    raise_on_all_ranks(collectives, problem)
-    assert draft is not None
-    return lanes, draft, to_measure
+    if slices < most:
+        lanes, draft = planner.in_slices(batch, Slicing(most, "the batch of another rank is in as many"))
+    check_lanes(lanes, draft.traces)
+    return lanes, draft, planner.to_measure(draft)
 
 
 def refuse_if_starts_differ(collectives: Collectives, batch: Batches, signature: int) -> None:
@@ -107,27 +89,20 @@ def refuse_if_starts_differ(collectives: Collectives, batch: Batches, signature:
 def plan_together(planner: Planner, draft: Draft, opinion: Decisions, options: MachineOptions, collectives: Collectives,
                   resume_from: Checkpoint | None, times_s: Sequence[float]) -> tuple[Specialisation, Trial | None]:
     """The agreed plan for this rank's batch, which may have less room for it than rank 0's, and its validation, if all ranks
-    can have it. Building is collective from the first line on, so that whoever cannot says so before. Collective."""
-    problem: Exception | None = None
-    spec = trial = None
-    try:
-        refuse_if_options_differ(options, collectives)
-        prepared = prepare_trial(planner, draft, opinion, collectives, times_s)
-        spec = planner.finish(draft, agree_on_decisions(prepared.plan, draft.layers, collectives))
-        if resume_from is not None:
-            require_same_model(resume_from, draft.layers.groups)
-        trial = prepared.begin(spec)
-    except ValueError as e:
-        problem = e
-    raise_on_all_ranks(collectives, problem)
-    assert spec is not None
+    can have it. Collective."""
+    refuse_if_options_differ(options, collectives)
+    prepared = prepare_trial(planner, draft, opinion, collectives, times_s)
+    spec = planner.finish(draft, agree_on_decisions(prepared.plan, draft.layers, collectives))
+    if resume_from is not None:
+        require_same_model(resume_from, draft.layers.groups)
+    trial = prepared.begin(spec)
     on_all = all(flag for (flag,) in collectives.gather_ints([int(trial is not None)]))
     return spec, trial if on_all else None
 
 
 def build(planner: Planner, spec: Specialisation, trial: Trial | None, collectives: Collectives, optimizer: AdamW,
           options: MachineOptions) -> Started:
-    """A machine with room for both plans of `trial`, or if the host has none, for the one."""
+    """A machine with room for both plans of `trial`, or if the host has none, for the one; there on all ranks. Collective."""
     s = planner.settings
     try:
         machine = Machine(
@@ -138,16 +113,11 @@ def build(planner: Planner, spec: Specialisation, trial: Trial | None, collectiv
         if trial is None:
             raise
         return build(planner, spec, None, collectives, optimizer, options)
-    return Started(machine, spec, trial)
-
-
-def raise_on_all_ranks(collectives: Collectives, problem: Exception | None, started: Started | None = None) -> None:
-    """Raises `problem`, or if another rank has one, a BatchError, for which what has `started` here ends. Collective."""
-    failed = [flag for (flag,) in collectives.gather_ints([int(problem is not None)])]
-    if problem:
-        raise problem
-    if any(failed):
-        if started is not None:
-            started.machine.abandon(PeerError(failed.index(1), f"rank {failed.index(1)} could not start"))
-            started.machine.close()
-        raise BatchError(f"rank {failed.index(1)} could not plan its first batch (its own error says why)")
+    try:
+        started = Started(machine, spec, trial)
+        collectives.barrier()
+    except BaseException as e:
+        machine.abandon(e)
+        machine.close()
+        raise
+    return started

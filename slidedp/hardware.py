@@ -11,7 +11,7 @@ import torch
 
 from slidedp.cache import cache_folder, machine_hash, read_cached, write_cached
 from slidedp.compiler.hardware import HardwareProfile, builtin_names
-from slidedp.executor.collectives import open_collectives
+from slidedp.executor.collectives import open_collectives, together
 from slidedp.executor.measure.machine import measure_machine
 from slidedp.progress import progress_bar
 from slidedp.ranks import Ranks, find_ranks
@@ -68,7 +68,7 @@ def measure_hardware(
     ranks = ranks or find_ranks(device)
     collectives = open_collectives(ranks.device, ranks.rank, ranks.world_size)
     try:
-        with progress_bar("measuring", show=show_progress and ranks.rank == 0) as report:
+        with together(collectives), progress_bar("measuring", show=show_progress and ranks.rank == 0) as report:
             figures = measure_machine(ranks.device, collectives, num_threads=num_threads, quick=quick, report=report)
     finally:
         collectives.close()

@@ -33,6 +33,9 @@ COUNTS, BEGINS, PADDING = 1, 2, 4
 IGNORED = -100
 FORMAT = 1
 
+MOSTLY = 0.5
+"""Share of padding that is worth a word: nobody asks for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -46,6 +49,20 @@ class Facts:
     num_documents: int
     num_tokens: int
     num_dropped: int
+
+    @property
+    def padding(self) -> float:
+        """The share of what is computed that is padding."""
+        return 1 - self.num_tokens / (self.num_rows * self.seq)
+
+    def remedy(self) -> str:
+        """What to do about rows that are mostly padding; '' for others."""
+        if self.padding <= MOSTLY:
+            return ""
+        instead = (f"use at most {max(self.num_tokens, 4)}" if self.packing != "none" else
+                   "use a smaller one, or packing: concat, which fills rows")
+        return (f"data.seq: {self.seq} tokens a row, but there are {self.num_tokens:,} in {self.num_rows:,} "
+                f"row{'s' * (self.num_rows != 1)}: {self.padding:.0%} of what is computed is padding; {instead}")
 
 
 class Rows:

@@ -7,6 +7,7 @@ itself is in artefact.py.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,7 +72,11 @@ class Plan(Artefact):
         self._stop_asked = False
         self._finalizer: weakref.finalize[..., Plan] | None = None
         if example is not None:
-            self._start(example)
+            try:
+                self._start(example)
+            except Exception:  # nobody will close this plan
+                self._collectives.close()
+                raise
 
     # ---- training ----
 
@@ -404,9 +409,19 @@ class Plan(Artefact):
 
 
 def close_quietly(machine: Machine) -> None:
-    """A plan that nobody closed and nobody holds any more: at collection, or at exit."""
-    with suppress(Exception):
-        machine.close()
+    """A plan that nobody closed and nobody holds any more: at collection, or at exit.
+
+    Collected in another thread than the main one, it is closed in a thread made for it: that one may be a stream's own, which
+    must end the step under way, or hold a lock.
+    """
+    def close() -> None:
+        with suppress(Exception):
+            machine.close()
+
+    if threading.current_thread() is threading.main_thread():
+        close()
+    else:
+        threading.Thread(target=close, name="slidedp-close").start()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     train_config.py   what is asked for          model_files.py  the model on disk
     documents.py      files to documents         packed_rows.py  documents to rows, kept in files that all ranks map
     loader.py         rows to batches            stopping.py     SIGTERM and Ctrl-C
+    train_schedule.py the learning rates         train_resume.py what there is of an earlier run
     metrics.py        what is recorded
 
 All ranks run :func:`train` alike; rank 0 alone reads the data and the weights, prints, and writes metrics and the trained model.
@@ -25,9 +26,6 @@ import torch.distributed as dist
 
 from slidedp.api import compile
 from slidedp.checkpoints import on_all
-from slidedp.compiler.strict import closest
-from slidedp.executor.checkpoint import TRAINING
-from slidedp.executor.checkpoint_files import complete, read_manifest
 from slidedp.executor.collectives import Collectives, open_collectives
 from slidedp.executor.step import StepResult
 from slidedp.loader import Batch, Split, StatefulLoader, in_order
@@ -42,13 +40,10 @@ from slidedp.schedule import LearningRate
 from slidedp.settings import DTYPE_NAMES
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
+from slidedp.train_resume import EXPORTED, check_resume, is_finished, newest_step, refuse_to_go_back
+from slidedp.train_schedule import check_schedule, make_scheduler, other_rates
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-NO_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Of `transformers.get_scheduler`: those that want a metric at every step."""
-
-EXPORTED = "slidedp.json"
-"""Beside the trained model: the step that it is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +81,7 @@ def run_or_go_on(config: TrainConfig) -> Outcome:
         say = print_flushed if ranks.rank == 0 else lambda text: None
         num_steps = config.steps or (config.epochs or 1) * loader.steps_per_epoch
         make_scheduler(config, LearningRate(config.optimizer.lr), num_steps)  # before what takes long: its options may be wrong
+        on_all(control, lambda: check_resume(config) if ranks.rank == 0 else None)
         finished = on_all(control, lambda: ranks.rank == 0 and is_finished(config, loader, num_steps))
         if control.exchange_ints([finished])[0]:
             say(f"step {num_steps} of {num_steps} is done, and {config.output / 'model'} written: there is nothing left to do")
@@ -130,8 +126,11 @@ def load_data(config: TrainConfig, tokenizer: Any, ranks: Ranks, control: Collec
                 return b""
             folder, facts = prepare(config.output / "data", paths, tokenizer, seq=data.seq, packing=data.packing,
                                     assistant_only=data.assistant_only)
-            print_flushed(f"{', '.join(p.name for p in paths)}: {facts.num_tokens:,} tokens of {facts.num_documents:,} document"
+            names = ", ".join(p.name for p in paths)
+            print_flushed(f"{names}: {facts.num_tokens:,} tokens of {facts.num_documents:,} document"
                           f"{'s' * (facts.num_documents != 1)} in {facts.num_rows:,} rows; {PACKED[data.packing]}")
+            if remedy := facts.remedy():
+                print_flushed(f"warning: {names}: {remedy}")
             return json.dumps([str(folder), asdict(facts)]).encode()
 
         folder, facts = json.loads(control.broadcast_bytes(on_all(control, make)))
@@ -147,24 +146,6 @@ PACKED = {
     "documents": "documents follow one another, and attention stays within each",
     "none": "a document a row, padded",
 }
-
-
-def is_finished(config: TrainConfig, loader: StatefulLoader, num_steps: int) -> bool:
-    """True if the last step's checkpoint is there, and the model that it has left. ValueError if the run that would go on from it
-    would see other data. On rank 0; before the model is loaded, which takes its time."""
-    newest = next(iter(complete(config.output / "checkpoints")), None)
-    if config.resume != "auto" or newest is None:
-        return False
-    try:
-        step = read_manifest(newest)["step"]
-        state = json.loads((newest / TRAINING).read_text())["extra"]["loader"]
-        exported = json.loads((config.output / "model" / EXPORTED).read_text())["step"]
-    except (OSError, ValueError, KeyError):  # damaged, or not there yet: the run that goes on will see
-        return False
-    place = loader.place
-    loader.load_state_dict(state)
-    loader.place = place
-    return bool(exported == step >= num_steps)
 
 
 def compiled(config: TrainConfig, model: torch.nn.Module, loader: StatefulLoader) -> Plan:
@@ -201,28 +182,6 @@ def require_documents_apart(plan: Plan, batch: Batch) -> None:
     if not math.isclose(*losses, rel_tol=1e-6):
         raise ValueError(f"data.packing: documents: this model's attention crosses from one document to the next (losses "
                          f"{losses[0]} and {losses[1]} of the same document behind different ones); use packing: concat, or none")
-
-
-def check_schedule(name: str) -> None:
-    from transformers.trainer_utils import SchedulerType
-
-    names = [s.value for s in SchedulerType if s.value not in NO_SCHEDULES]
-    if name not in names:
-        raise ValueError(f"schedule.name: {name!r} is unknown; {closest(name, names)}allowed: {', '.join(names)}")
-
-
-def make_scheduler(config: TrainConfig, optimizer: LearningRate, num_steps: int) -> Any:
-    """ValueError for options that the schedule does not take."""
-    from transformers import get_scheduler
-
-    s = config.schedule
-    options = dict(s.options)
-    if s.name == "warmup_stable_decay" and not options.keys() & {"num_decay_steps", "num_stable_steps"}:
-        options["num_decay_steps"] = max(1, num_steps // 10)
-    try:
-        return get_scheduler(s.name, optimizer, s.warmup_steps(num_steps), num_steps, options)
-    except (TypeError, ValueError) as e:
-        raise ValueError(f"schedule.options: {s.name} does not take them: {e}") from e
 
 
 # ---- the run ----
@@ -341,7 +300,7 @@ class Run:
         self.record()
         if self.saved != self.step:
             state = {"loader": self.loader.state_dict(), "scheduler": self.scheduler.state_dict(),
-                     "evaluation_due": self.evaluation_due}
+                     "evaluation_due": self.evaluation_due, "num_steps": self.num_steps}
             path = self.plan.save(self.checkpoints, extra=state, keep=self.config.checkpoint.keep)
             self.say(f"step {self.step}/{self.num_steps}  saved {path}")
         self.saved = self.step
@@ -350,26 +309,23 @@ class Run:
         """The steps done by the checkpoint that `config.resume` asks for; 0 where it asks for none, or "auto" finds none."""
         asked, there = self.config.resume, self.newest()
         if asked is False or (asked == "auto" and not there):
-            if there:
-                raise ValueError(f"resume: false, but {self.checkpoints} holds the checkpoints of an earlier run, up to step "
-                                 f"{there}; use resume: auto, or another output")
             return 0
         found = self.plan.resume(self.checkpoints if isinstance(asked, str) else asked)
-        if asked != "auto" and found.step < there:
-            raise ValueError(f"resume: {asked} is of step {found.step}, but {self.checkpoints} holds checkpoints up to step "
-                             f"{there}, which would be taken for the newest; use another output")
-        if found.extra.keys() != {"loader", "scheduler", "evaluation_due"}:
+        if asked != "auto":
+            refuse_to_go_back(asked, found.step, self.checkpoints, there)
+        if not found.extra.keys() >= {"loader", "scheduler", "evaluation_due"}:
             raise ValueError(f"{found.path} was not saved by slidedp train: it does not say where in the data it is")
         self.loader.load_state_dict(found.extra["loader"])
         self.scheduler.load_state_dict(found.extra["scheduler"])
         self.evaluation_due = found.extra["evaluation_due"] and self.heldout is not None
         self.say(f"going on from {found.path}: step {found.step} of {self.num_steps}")
+        if note := other_rates(self.config, self.num_steps, found.step, found.extra.get("num_steps", self.num_steps)):
+            self.say(note)
         return found.step
 
     def newest(self) -> int:
         """Step of the newest checkpoint in the output, damaged or not; 0 for none. Rank 0 looks, for all."""
-        found = complete(self.checkpoints) if self.ranks.rank == 0 and self.checkpoints.is_dir() else []
-        (step,) = self.control.exchange_ints([int(found[0].name.removeprefix("step-").partition(".")[0]) if found else 0])
+        (step,) = self.control.exchange_ints([newest_step(self.checkpoints) if self.ranks.rank == 0 else 0])
         return step
 
     def export(self) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +68,38 @@ def one_has_no_room(rank: int) -> str:
     with patch.object(Planner, "finish", no_room), pytest.raises(ValueError, match=r"rank 1 could not|no room") as told:
         slidedp.compile(build(rank), "cpu", example=shares(2, 0)[rank])
     return str(told.value)
+
+
+BREAKS = {
+    "slidedp.planner.Planner.first_draft": RuntimeError, "slidedp.planner.Planner.decide": MemoryError,
+    "slidedp.validation.agree_on_decisions": KeyError, "slidedp.planner.Planner.finish": OSError,
+    "slidedp.executor.machine.Binding": RuntimeError, "slidedp.executor.machine.open_backend": RuntimeError,
+    "slidedp.executor.segment.SharedSegment._open": OSError, "slidedp.executor.segment.SharedSegment._create": RuntimeError,
+    "slidedp.executor.backend.CpuBackend.open_streams": RuntimeError, "slidedp.executor.backend.CpuBackend.cap": RuntimeError,
+    "slidedp.executor.machine.CpuAdam": MemoryError, "slidedp.executor.switching.Buffers": RuntimeError,
+    "slidedp.first_batch.Started": RuntimeError,
+}
+"""What can fail while a plan is started, and how. Only rank 0 creates segments, and only the others open them."""
+
+
+def starts_break() -> dict[str, str]:
+    """On rank 1, or where it has no part in it on rank 0, each of `BREAKS` fails in turn, while the rank lives; what each rank
+    says of it. The same model is compiled again and again, and at last it trains."""
+    rank, _ = start()
+    model, told = build(rank), {}
+    for place, kind in BREAKS.items():
+        with ExitStack() as stack:
+            stack.enter_context(patch("slidedp.executor.failure.VERDICT_S", 0.1))  # a new error is nobody else's fault here
+            if rank == (not place.endswith("_create")):
+                stack.enter_context(patch(place, side_effect=kind("broken here")))
+            try:
+                slidedp.compile(model, "cpu", hbm_budget="10GiB", example=shares(2, 0)[rank])
+                told[place] = "no error"
+            except Exception as e:
+                told[place] = f"{type(e).__name__}: {e}"
+    with slidedp.compile(model, "cpu") as plan:
+        told["trains"] = f"{plan.run(shares(2, 0)[rank]).loss}"
+    return told
 
 
 class Fragile(nn.Module):

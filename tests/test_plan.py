@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import threading
+import time
 from collections import Counter
 
 import failure_cases
@@ -17,6 +18,7 @@ from torch import nn
 from training import loss_of_output, state_of, train_plainly
 
 import slidedp
+from slidedp.executor.options import MachineOptions
 
 pytestmark = pytest.mark.cpu
 
@@ -260,6 +262,36 @@ def test_close_and_drop_leave_nothing():
     assert held() == before
 
 
+@pytest.mark.parametrize("op", ["bwd.L01", "cpu_update"])
+def test_a_plan_may_be_collected_in_a_thread_of_its_own(op):
+    """Garbage is collected wherever something is allocated: the step under way ends all the same, and so does the plan."""
+    def stepped(drop):
+        torch.manual_seed(0)
+        model = PlainGPT()
+        box, left = [compiled(model)], threading.Event()
+
+        def delay(name):
+            if drop and name.startswith(op) and box and left.wait(20):
+                box.clear()
+            return 0.0
+
+        box[0]._options = MachineOptions(update_kernel="torch", delay=delay, native_queue=False)
+        box[0].run(lm_batch())
+        machine = box[0]._machine
+        left.set()
+        if not drop:
+            box.pop().close()
+        deadline = time.monotonic() + 20
+        while machine.failure.watchdog._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return model, machine
+
+    (model, machine), (want, _) = stepped(True), stepped(False)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want.parameters(), strict=True))
+    assert machine.closed
+    compiled(model, example=lm_batch()).close()
+
+
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("exit", 3), ("error", 1)])
 def test_a_process_may_end_with_an_open_plan(start_ranks, how, code):
     (ended,) = start_ranks(failure_cases.end_with_an_open_plan, 1, how).wait(100, check=False)
@@ -269,8 +301,6 @@ def test_a_process_may_end_with_an_open_plan(start_ranks, how, code):
 
 def test_interrupt_reaches_the_user():
     """Ctrl-C while `run` waits is a KeyboardInterrupt, and the plan can go on."""
-    from slidedp.executor.options import MachineOptions
-
     plan = compiled()
     plan._options = MachineOptions(update_kernel="torch", delay=lambda name: 0.5 * (name == "fwd.L01"))
     plan.run(lm_batch())

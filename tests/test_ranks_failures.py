@@ -31,6 +31,21 @@ def test_first_batches_that_differ(run_ranks):
     assert zero["losses"][2] == pytest.approx(zero["losses"][1], rel=1e-6)
 
 
+def test_a_rank_that_cannot_start_is_named_whatever_its_error(run_ranks):
+    """It lives on, and so the others would wait for it."""
+    results = [r.value for r in run_ranks(failure_cases.starts_break, 2, timeout=100)]
+    assert results[0].pop("trains") == results[1].pop("trains")
+    for place, kind in failure_cases.BREAKS.items():
+        failing = int(not place.endswith("_create"))
+        own, other = results[failing][place], results[1 - failing][place]
+        assert own.startswith(kind.__name__), (place, own)
+        assert "broken here" in own
+        assert other.startswith("PeerError"), (place, other)
+        assert f"rank {failing}" in other
+        assert kind.__name__ in other, (place, other)
+        assert "broken here" in other
+
+
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
 def test_a_rank_that_fails_and_lives_is_named(run_ranks, delivery):
     """While it lives: after its end it would be named anyway, but not with what it said."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -182,6 +183,8 @@ def test_a_finished_run_is_not_run_again(base, capsys):
     [
         ({"resume": False}, "resume: false, but .*up to step 20; use resume: auto, or another output"),
         ({"resume": "whole/checkpoints/step-00000010"}, "is of step 10, but .* up to step 20"),
+        ({"resume": "nowhere"}, "resume: .*nowhere is no directory; name a checkpoint or a directory of them, or"),
+        ({"resume": "model"}, "resume: .*model holds no complete checkpoint; name"),
         ({"seed": 6}, "another seed: 5 there, 6 here"),
         ({"batch": 2}, "of 4 sequences, this run's of 2 .*set global_batch: 4"),
         ({"data": {"train": "train.txt", "heldout": "heldout.txt", "seq": 32}}, "another data.seq: 24 there, 32 here; put it"),
@@ -198,13 +201,36 @@ def test_a_finished_run_is_not_run_again(base, capsys):
     ],
 )
 def test_mistakes_are_one_line(base, capsys, changes, message, monkeypatch):
-    import re
-
     monkeypatch.setattr("slidedp.metrics.find_spec", lambda name: None)
     before = (base / "whole/metrics.jsonl").read_bytes()
+    monkeypatch.setattr("slidedp.train.compile", lambda *args, **options: pytest.fail("mistakes are seen before"))
     assert main(["train", str(config(base, "whole", **changes))]) == 2
     assert re.search(message, one_error(capsys))
     assert (base / "whole/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "says"), [("linear", True), ("constant_with_warmup", False)])
+def test_another_number_of_steps_is_another_schedule(base, capsys, name, says):
+    """A resumed run whose rates are others from there on says so, and only such a one."""
+    options = {"schedule": {"name": name, "warmup": 2}, "evaluate_every": None, "checkpoint": {"every": 3}}
+    assert main(["train", str(config(base, f"longer-{name}", steps=3, **options))]) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert main(["train", str(config(base, f"longer-{name}", steps=6, **options))]) == 0
+    said = capsys.readouterr().out
+    assert "step 3 of 6" in said
+    told = "a run of 6 steps now, of 3 until step 3: from here on the learning rates are those that the linear schedule has"
+    assert (told in said) == says
+
+
+@pytest.mark.parametrize(("seq", "packing", "says"), [
+    (8192, "concat", r"data.seq: 8192 tokens a row, but there are 1,\d+ in 1 row: 8\d% of what .* padding; use at most 1\d\d\d"),
+    (1024, "concat", ""), (24, "concat", ""), (24, "none", ""),
+    (8192, "none", "in 1 row: 8.% of what is computed is padding; use a smaller one, or packing: concat")])  # fmt: skip
+def test_rows_that_are_mostly_padding(tmp_path, seq, packing, says):
+    (tmp_path / "train.txt").write_text("\n".join(train_cases.words(seed, 12) for seed in range(22)))
+    _, facts = prepare(tmp_path / "data", [tmp_path / "train.txt"], train_cases.tiny_tokenizer(), seq=seq, packing=packing,
+                       assistant_only=False)
+    assert re.search(says, facts.remedy()) if says else not facts.remedy()
 
 
 def test_a_tokenizer_without_a_vocabulary_is_none(tmp_path):
