@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from slidedp.agreement import SAVE_FAILED, SAVES, Posted, exchange, refuse_if_ranks_differ
+from slidedp.agreement import SAVE_FAILED, Posted, exchange, refuse_if_ranks_differ
 from slidedp.artefact import Artefact
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages
@@ -37,7 +37,7 @@ from slidedp.executor.words import PeerError
 from slidedp.first_batch import start
 from slidedp.planner import Planner
 from slidedp.ranks import Ranks
-from slidedp.saving import start_save
+from slidedp.saving import agree_to_save, start_save
 from slidedp.schedule import LearningRate, as_float, as_int
 from slidedp.settings import Settings
 from slidedp.specialisation import Specialisation
@@ -302,22 +302,7 @@ class Plan(Artefact):
         machine = self._machine
         if machine is None:
             raise ValueError("there is nothing to save yet: this plan has not seen a batch")
-        problem, looked = None, machine.exposure.exposed
-        try:
-            machine.saves.finish()
-            machine.exposure.take_back()
-        except ValueError as e:  # the other ranks are waiting to hear of it
-            problem = e
-        machine.exposure.exposed = looked  # what is written into the model from here on counts in the next step
-        failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
-        posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.exposure.changed)))
-        if any(row.failed == SAVE_FAILED for row in posted):
-            machine.saves.tell()
-        if problem:
-            raise problem
-        refuse_if_ranks_differ(posted, self._ranks.rank)
-        if any(row.changed for row in posted):
-            machine.exposure.refresh()
+        agree_to_save(machine)
         if wait:
             self.synchronize()
             return save(machine, Path(directory), extra, keep, FileLayer(), self.optimizer.settings())

@@ -16,15 +16,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slidedp.agreement import SAVE_FAILED, SAVES, Posted, exchange, refuse_if_ranks_differ
 from slidedp.checkpoints import begin_on_all, facts_of_training, on_all, publish_on_all, told_where
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.units import parse_bytes
 from slidedp.executor import checkpoint as content
-from slidedp.executor.checkpoint_files import FileFact, FileLayer, partial_of
+from slidedp.executor.checkpoint_files import CheckpointError, FileFact, FileLayer, partial_of
 from slidedp.executor.machine import Machine
 from slidedp.executor.saving import SaveHandle
 from slidedp.executor.snapshot import Piece, Snapshot, buffers_of
 from slidedp.executor.tensor_files import TensorFile, extents
+
+
+def agree_to_save(machine: Machine) -> None:
+    """All ranks are about to save: the save before has ended, and what has been written into the model counts. Collective.
+
+    Raises on every rank if anything has failed on one.
+    """
+    problem, looked = None, machine.exposure.exposed
+    try:
+        machine.saves.finish()
+        machine.exposure.take_back()
+    except ValueError as e:  # the other ranks are waiting to hear of it
+        problem = e
+    machine.exposure.exposed = looked  # what is written into the model from here on counts in the next step
+    failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
+    posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.exposure.changed)))
+    if any(row.failed == SAVE_FAILED for row in posted):
+        machine.saves.tell()  # this rank's own error, if it comes later, is no news
+    if problem:
+        raise problem
+    refuse_if_ranks_differ(posted, machine.rank)
+    if any(row.changed for row in posted):
+        machine.exposure.refresh()
 
 
 def start_save(machine: Machine, decisions: Decisions, directory: Path, extra: Mapping[str, Any] | None, keep: int,
