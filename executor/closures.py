@@ -337,7 +337,7 @@ class Closures:
         return self.update(op, What.SETTLE)
 
     def update(self, op: Op, what: What) -> Task:
-        (lo, hi), group, update, adam = self.span(op.writes[0]), op.layer, self.machine.update, self.machine.adam
+        (lo, hi), group, update, adam = self.span(op.writes[0]), op.layer, self.machine.updates.update, self.machine.adam
         rows, no_gradient = op.writes[0].rows, not op.reads[0].group
         if not adam.native and rows:  # torch's kernel updates a chunk in one go, when the gradient is complete
             if rows is RowSet.UNTOUCHED:
@@ -345,7 +345,7 @@ class Closures:
             rows = RowSet.ALL
         options: dict[str, Any] = {"rows": rows, "no_gradient": no_gradient} if rows else {}
         if adam.native:
-            first_param = None if rows else self.machine.param_span(group)[0]
+            first_param = None if rows else self.machine.updates.param_span(group)[0]
             self.bound[op.name] = adam.bind(group, lo, hi, what, **options), first_param
 
         def task(step: Step) -> None:
@@ -360,7 +360,7 @@ class Closures:
 
     def gpu_update(self, op: Op) -> Task:
         gradient, (lo, hi), weights = op.reads[0], self.span(op.writes[0]), self.device(op.writes[1])
-        source, update, group = self.device(gradient), self.machine.update_resident, op.layer
+        source, update, group = self.device(gradient), self.machine.updates.update_resident, op.layer
         last = op is self.graph.on(Stream.UPDATE)[-1]
         reduced = self.facts.reduced_by.get(gradient)
 

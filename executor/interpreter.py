@@ -42,7 +42,7 @@ class Interpreter:
     def run(self, step: Step, previous: Mapping[str, Ticket]) -> None:
         """Submit every op of one step. `previous`: the tickets of the step before (empty after a drain)."""
         streams, tickets, facts = self.machine.streams, step.tickets, self.facts
-        updates, bound = self.machine.native_updates(step), self.closures.bound
+        updates, bound = self.machine.updates.native(step), self.closures.bound
         for op, task, same, before, across in self.program:
             awaited = [tickets[name] for name in same]
             awaited += [previous[name] for name in before if name in previous]
