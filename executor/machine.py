@@ -6,6 +6,7 @@
       ResidentState       the part of it that lives in HBM instead (resident.py)
       Binding, Buffers    the user's module <-> slots or master weights (binding.py, buffers.py)
       Exposure            what the user sees of it between steps, and writes into it (exposure.py)
+      Updates             what the ops that update do, and which parameters have a gradient (step_updates.py)
       Clipping            the norm of the gradients, where updates wait for it (clipping.py)
       Fallback            what layers keep less than planned, for want of memory; one per specialisation (fallback.py)
       Failure             what waits look at, and which error is raised (failure.py)
@@ -19,12 +20,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,13 +46,12 @@ from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
 from slidedp.executor.meetings import Meetings
-from slidedp.executor.native.build import What
 from slidedp.executor.options import MachineOptions, update_threads
 from slidedp.executor.resident import ResidentState
 from slidedp.executor.runners import Runners
 from slidedp.executor.saving import Saves
 from slidedp.executor.step import MicroBatch, Step
-from slidedp.executor.step_updates import StepUpdates, noting
+from slidedp.executor.step_updates import Updates
 from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.switching import DRAINED, FIRST_OP_WORD, Lowered, equip
 from slidedp.executor.updates import UpdateQueue
@@ -88,7 +86,7 @@ class Machine:
         self.num_steps = self.num_turns = 0
         self.steps_before = 0  # training steps of the checkpoint that was resumed, less those of this machine until then
         self.last_published: dict[str, int] = {}
-        self.exposure = Exposure(self)
+        self.exposure, self.updates = Exposure(self), Updates(self)
         self.short_of_memory: list[Step] = []  # steps with shortages that the user has not been told of
         self.word_of: dict[str, int] = {}
         self.interpreters: list[Interpreter] = []
@@ -183,40 +181,6 @@ class Machine:
             raise ValueError(f"this batch makes ranks wait for {min(unknown)}, unlike the first one; compile with example=")
         if unknown := {op.layer for op in graph for ref in op.writes if ref.rows} - set(self.state.row_index):
             raise ValueError(f"this batch looks rows of {min(unknown)} up, unlike the first one; compile with example=")
-
-    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE, **rows: Any) -> None:
-        """AdamW on this rank's part of a returned gradient chunk, times `scale`. `rows`: options of :meth:`CpuAdam.update`."""
-        with noting(step, group) if what is not What.SPECULATE else nullcontext():
-            present = None if rows else self.present(group, step)
-            self.adam.update(group, lo, hi, step.number, present, scale, what=what, **rows)
-
-    def native_updates(self, step: Step) -> StepUpdates | None:
-        """Where the step's updates go; None if they must run as Python functions."""
-        return StepUpdates(self, step) if step.training and self.streams.updates.takes_updates else None
-
-    def update_resident(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: Step, scale: float) -> None:
-        """The same in HBM, issued to the device."""
-        assert self.resident is not None
-        with noting(step, group):
-            self.resident.adam.update(group, lo, gradient, weights, step.number, self.present(group, step),
-                                      None if self.clipping is None else scale)
-
-    def present(self, group: str, step: Step) -> np.ndarray:
-        """Which of the group's trainable parameters have had a gradient on any rank."""
-        return self.words.any_present(step.number, *self.param_span(group))
-
-    def param_span(self, group: str) -> tuple[int, int]:
-        """Presence flags of the group's trainable parameters, which come first in it."""
-        params = self.state.groups[group].params
-        if not params:
-            return 0, 0
-        first = self.state.param_index[params[0].name]
-        return first, first + sum(p.trainable for p in params)
-
-    def mark_present(self, step: int, present: Mapping[str, bool]) -> None:
-        flags = self.words.present(step)[self.rank]
-        for name, value in present.items():
-            flags[self.state.param_index[name]] |= value
 
     # ---- steps ----
 

@@ -178,7 +178,7 @@ class Step:
     def mark_present(self, lane: MicroBatch, present: Mapping[str, bool] | None) -> None:
         """Which parameters (by name) got a gradient from this micro-batch, or one of this rank before it."""
         if present and lane.has_tokens:
-            self.machine.mark_present(self.number, present)
+            self.machine.updates.mark_present(self.number, present)
 
     def note_compute_end(self, ops: Sequence[Ticket]) -> None:
         """The GPU has done its part, `ops`: the time since it had done the step before's is this step's wall time."""

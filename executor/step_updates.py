@@ -1,11 +1,18 @@
-"""The CPU updates of one step: how each goes to the native queue, and what its end means for the step."""
+"""Updates: how an op runs one, and what its end means for the step.
+
+    Updates       as Python functions, of state on the host or in HBM; and which parameters have a gradient to update by
+    StepUpdates   one step's updates on the CPU, through the native queue
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
 
 from slidedp.compiler.ops import Op, RowSet
 from slidedp.executor.adam import BoundUpdate
@@ -15,6 +22,50 @@ from slidedp.executor.tickets import Ticket
 
 if TYPE_CHECKING:
     from slidedp.executor.machine import Machine
+
+
+class Updates:
+    """Of one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def update(self, group: str, lo: int, hi: int, step: Step, scale: float, what: What = What.UPDATE, **rows: Any) -> None:
+        """AdamW on this rank's part of a returned gradient chunk, times `scale`. `rows`: options of :meth:`CpuAdam.update`."""
+        with noting(step, group) if what is not What.SPECULATE else nullcontext():
+            present = None if rows else self.present(group, step)
+            self._machine.adam.update(group, lo, hi, step.number, present, scale, what=what, **rows)
+
+    def native(self, step: Step) -> StepUpdates | None:
+        """Where the step's updates go; None if they must run as Python functions."""
+        return StepUpdates(self._machine, step) if step.training and self._machine.streams.updates.takes_updates else None
+
+    def update_resident(self, group: str, lo: int, gradient: Tensor, weights: Tensor, step: Step, scale: float) -> None:
+        """The same as :meth:`update` in HBM, issued to the device."""
+        resident = self._machine.resident
+        assert resident is not None
+        with noting(step, group):
+            resident.adam.update(group, lo, gradient, weights, step.number, self.present(group, step),
+                                 None if self._machine.clipping is None else scale)
+
+    def present(self, group: str, step: Step) -> np.ndarray:
+        """Which of the group's trainable parameters have had a gradient on any rank."""
+        return self._machine.words.any_present(step.number, *self.param_span(group))
+
+    def param_span(self, group: str) -> tuple[int, int]:
+        """Presence flags of the group's trainable parameters, which come first in it."""
+        state = self._machine.state
+        params = state.groups[group].params
+        if not params:
+            return 0, 0
+        first = state.param_index[params[0].name]
+        return first, first + sum(p.trainable for p in params)
+
+    def mark_present(self, step: int, present: Mapping[str, bool]) -> None:
+        """Which parameters (by name) have had a gradient on this rank."""
+        flags = self._machine.words.present(step)[self._machine.rank]
+        for name, value in present.items():
+            flags[self._machine.state.param_index[name]] |= value
 
 
 class StepUpdates:

@@ -2,100 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import errno
 import math
 import re
 import threading
-import time
 import zlib
 from functools import cache
 
 import pytest
 import rank_cases
 import torch
+from async_save_cases import POLICIES, SMALL, HeldFiles, SlowFiles, compiled, files_of, frozen_in_part
 from delays import Delays
 from safetensors.torch import load_file
-from test_checkpoint import Killed, KilledFiles
-from tiny_models import PlainGPT, lm_batch
-from torch import nn
+from tiny_models import lm_batch
 from training import state_of
 
-import slidedp
-from slidedp.checkpoints import find
-from slidedp.executor.checkpoint_files import CheckpointError, FileLayer, complete
+from slidedp.executor.checkpoint_files import complete
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.snapshot import SMALLEST_BUFFER_BYTES
-from slidedp.saving import start_save
 
 pytestmark = pytest.mark.cpu
-
-OPTIMIZER = slidedp.AdamW(lr=1e-2)
-SMALL = 64 * 1024
-POLICIES = {
-    "host": {"chunks": 3},
-    "mixed": {"chunks": 2, "layers": {"L01": {"state": "hbm"}, "prologue": {"state": "hbm"}}},
-    "deferred": {"update": "deferred", "chunks": 2, "source": "cast"},
-    "speculative": {"update": "speculative", "chunks": 2},
-}
-
-
-def compiled(policy, options=None, **more):
-    plan = slidedp.compile(frozen_in_part(), "cpu", optimizer=OPTIMIZER, policy=policy, **more)
-    plan._options = options or plan._options
-    return plan
-
-
-def frozen_in_part():
-    torch.manual_seed(0)
-    model = PlainGPT(width=32)
-    for block in model.blocks:
-        block.qkv.bias.requires_grad_(False)
-    return model
-
-
-def files_of(path):
-    return {f.name: f.read_bytes() for f in path.iterdir()}
-
-
-class SlowFiles(FileLayer):
-    """A disk that takes its time."""
-
-    def write_at(self, fd, data, offset):
-        time.sleep(1e-3)
-        super().write_at(fd, data, offset)
-
-
-class HeldFiles(FileLayer):
-    """A disk that takes nothing for now."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    def write_at(self, fd, data, offset):
-        assert self.go_on.wait(60)
-        super().write_at(fd, data, offset)
-
-    def release(self, handle):
-        """Once an update is held up."""
-        deadline = time.monotonic() + 30
-        while handle.stall_s == 0:
-            assert time.monotonic() < deadline, "no update waits for the save"
-            time.sleep(1e-3)
-        self.go_on.set()
-
-
-class FullDisk(FileLayer):
-    """Has no room after some writes."""
-
-    def __init__(self, room=5):
-        self.room = room
-
-    def write_at(self, fd, data, offset):
-        self.room -= 1
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write_at(fd, data, offset)
 
 
 def train(plan, save, then=lambda handle: None, steps=5, at=2):
@@ -229,139 +155,6 @@ def test_the_next_save_and_the_model_wait(tmp_path, monkeypatch):
         assert files_of(second.wait()) != files_of(path)
 
 
-def test_bad_arguments_begin_nothing(tmp_path):
-    with compiled({}) as plan:
-        plan.run(lm_batch())
-        with pytest.raises(ValueError, match="save_buffer=100 bytes: at least"):
-            plan.save(tmp_path, wait=False, save_buffer=100)
-        with pytest.raises(ValueError, match="JSON"):
-            plan.save(tmp_path, wait=False, extra={"x": object()})
-        plan.run(lm_batch())
-        assert not list(tmp_path.iterdir())
-        (tmp_path / "file").write_text("not a folder")
-        said = "no checkpoint can be written into .*file/here: Not a directory .*; let this process create and write it, or save"
-        for wait in (True, False):
-            with pytest.raises(CheckpointError, match=said):
-                plan.save(tmp_path / "file/here", wait=wait)
-        plan.run(lm_batch())
-
-
-@pytest.mark.parametrize("heard", ["run", "save", "close", "wait"])
-def test_a_full_disk_is_told_once_and_harms_nothing(tmp_path, monkeypatch, heard):
-    with compiled({"chunks": 3}) as plan:
-        plan.run(lm_batch(seed=0))
-        older = plan.save(tmp_path)
-        plan.run(lm_batch(seed=1))
-        monkeypatch.setattr("slidedp.plan.FileLayer", FullDisk)
-        handle = plan.save(tmp_path, wait=False, save_buffer=SMALL)
-        monkeypatch.undo()
-        handle._ended.wait()
-        again = {"run": lambda: plan.run(lm_batch(seed=2)), "save": lambda: plan.save(tmp_path), "close": plan.close,
-                 "wait": handle.wait}[heard]
-        with pytest.raises(CheckpointError, match=r"saving .*step-00000002 has failed: .*No space left on device"):
-            again()
-        assert complete(tmp_path) == [older]
-        assert (tmp_path / "latest").read_text() == "step-00000001\n"
-        if heard != "close":
-            assert plan.run(lm_batch(seed=2)).step == 3
-            assert plan.save(tmp_path, wait=False).wait().name == "step-00000003"
-            assert not list(tmp_path.glob(".*"))
-
-
-def test_a_full_disk_holds_up_no_update(tmp_path, monkeypatch):
-    """It fills while updates wait for the buffer."""
-    monkeypatch.setattr("slidedp.plan.FileLayer", lambda: FullDisk(room=12))
-    with compiled({"chunks": 3}) as plan:
-        plan.run(lm_batch(seed=0))
-        plan.save(tmp_path, wait=False, save_buffer=SMALLEST_BUFFER_BYTES)
-        with pytest.raises(CheckpointError, match="No space"):
-            run_many(plan)
-        plan.synchronize()
-
-
-def run_many(plan):
-    for step in range(1000):
-        plan.run(lm_batch(seed=step))
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class KilledBeside(KilledFiles):
-    """Dies at operations of the save beside training too, a write half way."""
-
-    def open(self, path):
-        self._tick()
-        return super().open(path)
-
-    def write_at(self, fd, data, offset):
-        try:
-            self._tick()
-        except Killed:
-            super().write_at(fd, data[: data.nbytes // 2], offset)
-            raise
-        super().write_at(fd, data, offset)
-
-
-def squared(out, batch):
-    return out.square().sum(), out.numel()
-
-
-def test_a_kill_at_every_file_operation(tmp_path):
-    """One checkpoint there, a second being saved while a step runs: whatever it dies at, one of the two is found, whole."""
-    batch = {"x": torch.randn(4, 8)}
-    model = Two()
-    folders, found, at, ops = {}, [], 0, 0
-    with slidedp.compile(copy.deepcopy(model), "cpu", loss_fn=squared, optimizer=OPTIMIZER) as plan:
-        for step in (1, 2):
-            plan.run(batch)
-            folders[step] = files_of(plan.save(tmp_path / "whole"))
-            if step == 1:
-                one = plan.save(tmp_path / "one")
-    assert one.name == "step-00000001"
-    with slidedp.compile(copy.deepcopy(model), "cpu", loss_fn=squared, optimizer=OPTIMIZER, example=batch) as plan:
-        while True:
-            directory = tmp_path / str(at)
-            for path in one.iterdir():
-                (target := directory / one.name / path.name).parent.mkdir(parents=True, exist_ok=True)
-                target.hardlink_to(path)
-            plan.resume(tmp_path / "whole")
-            files = KilledBeside(at)
-            try:
-                handle = start_save(plan._machine, plan.decisions, directory, None, 1, files, plan.optimizer.settings(), SMALL)
-                if at % 7 == 0:
-                    plan.run(batch)
-                handle.wait()
-            except Killed:
-                found.append(whole(directory, folders, plan))
-                at += 1
-                continue
-            break
-        assert whole(directory, folders, plan) == 2
-        ops = files.done
-        assert [p.name for p in complete(directory)] == ["step-00000002"]
-        assert not list(directory.glob(".*"))
-    assert len(found) == ops >= 25
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
-
-
-def whole(directory, folders, plan):
-    """The step of the checkpoint that a resume would take; its files are those of the save that nobody killed."""
-    checkpoint = find(directory, plan._collectives)
-    assert checkpoint.passed_over == ()
-    assert files_of(checkpoint.path) == folders[checkpoint.step]
-    return checkpoint.step
-
-
 def test_ranks_save_beside_training(run_ranks, tmp_path):
     """Two ranks, state here and there, random delays: see the function."""
     zero, one = (r.value for r in run_ranks(rank_cases.saves_beside_training, 2, str(tmp_path), timeout=200))
@@ -424,19 +217,6 @@ def test_a_resumed_state_is_saved_without_a_step(tmp_path):
         plan.resume(tmp_path / "first")
         again = plan.save(tmp_path / "again", wait=False).wait()
         assert weights_and_moments(again) == weights_and_moments(first)
-
-
-def test_an_error_of_the_user_is_not_hidden_by_a_save_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr("slidedp.plan.FileLayer", FullDisk)
-    def train():
-        with compiled(POLICIES["host"]) as plan:
-            plan.run(lm_batch())
-            plan.save(tmp_path, wait=False)
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine") as raised:
-        train()
-    assert "No space left" in "".join(raised.value.__notes__)
 
 
 def weights_and_moments(path):

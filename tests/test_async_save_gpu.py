@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_async_save import OPTIMIZER, SMALL, HeldFiles, files_of
+from async_save_cases import OPTIMIZER, SMALL, HeldFiles, files_of
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp

@@ -1,39 +1,24 @@
-"""Measuring: the machine's profile, a model's stages; where each cost came from, the cache, and that training stays the same."""
+"""Measuring: the machine's profile, a model's stages, and what is said meanwhile."""
 
 from __future__ import annotations
 
-import copy
 import io
 import os
 import random
 import sys
-import warnings
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
 
-import measure_cases
 import numpy as np
 import pytest
 import torch
-import yaml
-from stacks import stack
-from stage_bench import AWKWARD, made
-from test_planfile import make_plan
 from tiny_models import PlainGPT, classification_loss, family, lm_batch, mlp_batch
 from torch import nn
-from training import state_of
 
 import slidedp
-from slidedp import calibrate, hardware
-from slidedp.cache import cache_folder, machine_hash
+from slidedp import hardware
 from slidedp.cli import main
-from slidedp.compiler.costrecord import CostRecord
-from slidedp.compiler.decisions import Activation
-from slidedp.compiler.measured import MeasuredCosts, Measurement, PhaseCost
 from slidedp.compiler.minipipeline import mini_pipeline, reached
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.tables import Load, Quantity
 from slidedp.compiler.tracer import trace
 from slidedp.executor.backend import CpuBackend
@@ -45,29 +30,11 @@ from slidedp.executor.measure.rig import STATE_BYTES_PER_PARAM, Rig, enough
 from slidedp.executor.measure.stages import measure_stages
 from slidedp.hardware import detect, load_profile
 from slidedp.progress import progress_bar
-from slidedp.report import summary
 
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
 FP32 = torch.float32, torch.float32
-
-
-def compiled(model, batch, cache_dir, measure="cached", **options):
-    return slidedp.compile(model, "cpu", device="cpu", example=batch, measure=measure, cache_dir=cache_dir, **options)
-
-
-@pytest.fixture
-def measuring(monkeypatch):
-    """How often stages have been measured."""
-    calls = count()
-
-    def counted(*args):
-        next(calls)
-        return measure_stages(*args)
-
-    monkeypatch.setattr(calibrate, "measure_stages", counted)
-    return lambda: next(copy.copy(calls))
 
 
 # ---- the machine ----
@@ -266,154 +233,6 @@ def test_measuring_leaves_nothing_behind():
     assert [(m.calls, m.history) for m in model if isinstance(m, Counts)] == [(0, [])] * 3
 
 
-CASES = {name: (made(cls), mlp_batch, classification_loss) for name, cls in AWKWARD.items()}
-CASES["qwen3"] = (lambda: family("qwen3", attention_dropout=0.1), lambda seed: lm_batch("padded", seed), None)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_measured_plan_trains_the_same_bits(name, tmp_path):
-    make, batch, loss_fn = CASES[name]
-    trained = []
-    for measure in (False, True):
-        model = make()
-        torch.manual_seed(5)
-        with compiled(model, batch(1), tmp_path, measure, loss_fn=loss_fn, optimizer=slidedp.AdamW(lr=1e-2)) as plan:
-            assert bool(plan._spec.measurement) is measure
-            losses = [plan.run(batch(seed)).loss for seed in (1, 1, 1)]
-            trained.append((losses, state_of(plan).digest(), [b.tolist() for b in plan.model.buffers()], torch.rand(3).tolist()))
-    assert trained[0] == trained[1]
-
-
-# ---- where costs come from ----
-
-
-class KnowsTheEpilogue:
-    def duration_us(self, op, hw):
-        return 123 if op.kind is OpKind.EPILOGUE else None
-
-    def bytes(self, op, hw):
-        return None
-
-
-def test_user_over_measured_over_analytic(tmp_path):
-    with compiled(PlainGPT(), lm_batch(), tmp_path, cost_model=KnowsTheEpilogue()) as plan:
-        costs, rows = plan._spec.costs, {(r.kind_key, r.phase): r for r in plan._spec.measurement.phases}
-        layers = plan._spec.layers
-        for op in plan._spec.graph:
-            want = "user" if op.kind is OpKind.EPILOGUE else "measured" if op.stream is Stream.GPU else "analytic"
-            assert costs.source(op) == want, op.name
-            if want == "measured":
-                assert costs.duration_us(op) == rows[layers.stage(op.layer).kind_key, op.kind].duration_us
-        assert costs.durations_us["epilogue"] == 123
-        record = plan.to_planfile().costs
-        assert record.sources == {s: list(costs.sources.values()).count(s) for s in ("analytic", "measured", "user")}
-        assert plan.to_planfile().cost_model.name.endswith("KnowsTheEpilogue with measured stages")
-
-
-def test_unmeasured_kinds_stay_analytic():
-    row = PhaseCost("A-1", OpKind.FORWARD, Activation.RECOMPUTE, 7)
-    costs = MeasuredCosts(Measurement((row,), 0.1), {"L00": "A-1", "L01": "B-1"})
-    graph = make_plan(stack(2)).layers
-    assert costs.phase("L00", OpKind.FORWARD) is row
-    assert costs.phase("L01", OpKind.FORWARD) is costs.phase("L00", OpKind.BACKWARD) is None
-    assert MeasuredCosts.of(Measurement(), graph).phase("L00", OpKind.FORWARD) is None
-
-
-def test_plan_files_hold_what_was_measured(tmp_path, capsys):
-    with compiled(PlainGPT(), lm_batch(), tmp_path) as plan:
-        plan.dump(tmp_path / "plan.yaml")
-        text = str(plan)
-    loaded = PlanFile.load(tmp_path / "plan.yaml")
-    assert loaded.to_yaml() == plan.to_planfile().to_yaml()
-    assert loaded.costs.measurement == plan._spec.measurement
-    assert "measured" in text
-    assert "the default plan is as fast" in text.replace("\n          ", " ")
-    assert main(["show", str(tmp_path / "plan.yaml"), "--costs"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[:2] for row in rows[1:-1]] == [[p.kind_key, p.phase] for p in loaded.costs.measurement.phases]
-    content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
-    content["costs"]["measured"]["phases"][0]["phase"] = "sideways"
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ValueError, match=r"costs: measured: phases: entry 0: phase: 'sideways' is unknown"):
-        PlanFile.load(tmp_path / "plan.yaml")
-
-
-@pytest.mark.parametrize(
-    ("default_us", "step_us", "steps", "words"),
-    [(2_000_000, 1_500_000, 3, "paid back after 3 steps"), (1000, 1000, None, "as fast"), (None, 1000, None, "does not fit")],
-)
-def test_when_choosing_has_paid_for_itself(default_us, step_us, steps, words):
-    row = PhaseCost("A-1", OpKind.FORWARD, Activation.RECOMPUTE, 7)
-    record = CostRecord({"measured": 1}, Measurement((row,), 1.5), default_us)
-    assert record.pays_back_after(step_us) == steps
-    plan = make_plan(stack(2))
-    plan = replace(plan, costs=record, predictions=replace(plan.predictions, step_us=step_us))
-    assert words in summary(plan).replace("\n          ", " ")
-    assert PlanFile.parse(plan.to_yaml()) == plan
-
-
-# ---- the cache ----
-
-
-def test_measured_once_then_kept(tmp_path, measuring):
-    dumps = []
-    for i, measure in enumerate(("cached", "cached", True, "cached", False)):
-        with compiled(PlainGPT(), lm_batch(), tmp_path, measure) as plan:
-            plan.dump(tmp_path / f"{i}.yaml")
-            dumps.append((tmp_path / f"{i}.yaml").read_bytes())
-    assert measuring() == 2
-    assert dumps[0] == dumps[1]
-    assert dumps[2] == dumps[3]
-    assert PlanFile.load(tmp_path / "4.yaml").costs is None
-
-
-def test_other_shapes_and_other_code_are_measured_anew(tmp_path, measuring, monkeypatch):
-    with compiled(PlainGPT(), lm_batch(), tmp_path) as plan:
-        plan.run(lm_batch(seq=12))  # not measured under way
-        assert "analytic" in {plan._spec.costs.sources[op.name] for op in plan._spec.graph.on(Stream.GPU)}
-    compiled(PlainGPT(), lm_batch(seq=12), tmp_path).close()
-    assert measuring() == 2
-    with compiled(PlainGPT(), lm_batch(), tmp_path) as plan:
-        plan.run(lm_batch(seq=12))  # but known from before
-        assert {plan._spec.costs.sources[op.name] for op in plan._spec.graph.on(Stream.GPU)} == {"measured"}
-    assert measuring() == 2
-    original = nn.LayerNorm.forward
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: original(self, x))  # as kernels are patched in
-    compiled(PlainGPT(), lm_batch(), tmp_path).close()
-    assert measuring() == 3
-
-
-@pytest.mark.parametrize("damage", ["", "phases: [", "seconds: 1\nphases: [{kind: 3}]", "!!python/object:os.system {}"])
-def test_a_damaged_cache_is_a_warning_and_measured_anew(damage, tmp_path, measuring):
-    compiled(PlainGPT(), lm_batch(), tmp_path).close()
-    (file,) = tmp_path.glob("stages-*.yaml")
-    good = file.read_text()
-    file.write_text(damage)
-    with pytest.warns(UserWarning, match=r"cannot be used and is made anew"):
-        compiled(PlainGPT(), lm_batch(), tmp_path).close()
-    assert measuring() == 2
-    assert yaml.safe_load(file.read_text()).keys() == yaml.safe_load(good).keys()
-
-
-def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"cannot be kept"):
-        compiled(PlainGPT(), lm_batch(), tmp_path / "file" / "folder").close()
-
-
-def test_what_cannot_be_measured_is_a_warning(tmp_path, monkeypatch):
-    def no_room(*_):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(calibrate, "measure_stages", no_room)
-    with pytest.warns(UserWarning, match=r"could not be measured.*no room"):
-        plan = compiled(PlainGPT(), lm_batch(), tmp_path)
-    with plan:
-        assert plan._spec.costs.name == "analytic"
-        plan.run(lm_batch())
-    assert not list(tmp_path.iterdir())
-
-
 def test_errors_in_a_stream_come_out_as_they_are():
     model, batch = PlainGPT(), lm_batch()
     traced = trace(model, batch)
@@ -421,25 +240,6 @@ def test_errors_in_a_stream_come_out_as_they_are():
     with pytest.raises(ZeroDivisionError):
         measure_stages(model, traced, batch, CPU, FP32)
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-
-
-def test_the_cpu_measures_only_when_asked(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not compiled(PlainGPT(), lm_batch(), tmp_path, None)._spec.measurement
-    with pytest.raises(ValueError, match=r"measure='often': use True, False or 'cached'"):
-        compiled(PlainGPT(), lm_batch(), tmp_path, "often")
-
-
-def test_ranks_measure_together_and_the_slowest_counts(run_ranks, tmp_path):
-    one, two = (r.value for r in run_ranks(measure_cases.measure_and_train, 2, str(tmp_path), timeout=120))
-    assert one == two
-    assert {"alone", "all", "duplex", "busy"} == set(one["loads"])
-    assert {"all_gather_gbps", "reduce_gbps"} < set(one["quantities"])
-    assert one["auto"] == one["profile"]
-    assert one["phases True"] == one["phases cached"] != []
-    assert one["phases False"] == []
-    assert one["trained True"] == one["trained cached"] == one["trained False"]
 
 
 # ---- the bar ----
@@ -471,14 +271,3 @@ def test_off_a_terminal_nothing_is_said(capsys):
     with progress_bar("measuring") as report:
         report("links", 0, 2)
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_cache_is_the_users(monkeypatch, tmp_path):
-    assert cache_folder() is None, "conftest.py asks for no cache"
-    monkeypatch.delenv("SLIDEDP_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "slidedp"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache/slidedp"
-    assert cache_folder(tmp_path / "mine") == tmp_path / "mine"
-    assert len({machine_hash("cpu", n) for n in (1, 2)}) == 2

@@ -1,13 +1,19 @@
-"""A plan on trial beside the default's, for tests: what decides and what the clock says are made up. Also what ranks run."""
+"""A plan on trial beside the default's, for tests: what decides and what the clock says are made up.
+
+Also what a process trains by itself, and what ranks run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from rank_cases import OPTIMIZER, build, shares, start
+from tiny_models import PlainGPT, lm_batch
 from training import Trained, state_of
 
 import slidedp
@@ -25,6 +31,13 @@ from slidedp.settings import Settings
 
 RECORD = SolverRecord("cp-sat", 1000, 900, 0.1, 1100, 2000, 1)
 EXACT = MachineOptions(update_kernel="torch", poison=True)
+HBM = {"state": "hbm"}
+PLANS: dict[str, dict[str, Any]] = {
+    "cast": {"chunks": 3, "source": "cast", "window": 2, "act": "retain"},
+    "offload": {"chunks": 2, "act": "offload", "boundary": "host", "weights": "hold"},
+    "some in HBM": {"layers": {"L01": HBM, "prologue": HBM}},
+    "all in HBM": HBM | {"chunks": 2},
+}
 
 
 @contextmanager
@@ -45,13 +58,39 @@ def on_trial(policy: Mapping[str, Any], seconds: Callable[[Step, bool], float]) 
         yield
 
 
-PLANS: dict[str, dict[str, Any]] = {
+def batches(num: int = 6) -> list[dict[str, torch.Tensor]]:
+    return [lm_batch(seed=i) for i in range(num)]
+
+
+def model() -> PlainGPT:
+    torch.manual_seed(0)
+    return PlainGPT()
+
+
+def train(after: Any = None, steps: Any = None, **options: Any) -> tuple[str, slidedp.Plan]:
+    """Digest of losses, weights and moments, and the plan, closed. `after`: called with plan and number after each step."""
+    plan = slidedp.compile(model(), "cpu", optimizer=OPTIMIZER, **options)
+    plan._options = replace(EXACT, max_grad_norm=options.get("max_grad_norm"))
+    losses = []
+    with plan:
+        for i, batch in enumerate(steps or batches()):
+            losses.append(plan.run(batch).loss)
+            if after is not None:
+                after(plan, i)
+        return replace(state_of(plan), losses=losses, grads=[]).digest(), plan
+
+
+def slower(plan: bool) -> Any:
+    return lambda step, of_plan: 2.0 if of_plan is plan else 1.0
+
+
+RANKS_PLANS: dict[str, dict[str, Any]] = {
     "replicated": {"delivery": "replicated", "chunks": 3, "reduction": "cpu", "source": "cast", "act": "retain"},
     "resident": {"delivery": "sharded", "chunks": 2, "layers": {"L01": {"state": "hbm"}, "shared0": {"state": "hbm"}}},
 }
 
 
-def train(rank: int, world: int, num_steps: int = 5, **options: Any) -> tuple[Trained, slidedp.Plan]:
+def train_rank(rank: int, world: int, num_steps: int = 5, **options: Any) -> tuple[Trained, slidedp.Plan]:
     plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, **options)
     plan._options = EXACT
     losses = [plan.run(shares(world, step)[rank]).loss for step in range(num_steps)]
@@ -63,9 +102,9 @@ def train(rank: int, world: int, num_steps: int = 5, **options: Any) -> tuple[Tr
 def on_ranks(cache: str) -> dict[str, Any]:
     """Digests with and without a trial; then its verdict from the cache; then a rank that has no room."""
     rank, world = start()
-    want, _ = train(rank, world)
-    with on_trial(PLANS["resident"], lambda step, of_plan: 3.0 if rank == 1 and not of_plan else 2.0):
-        got, plan = train(rank, world, validate=1, cache_dir=cache)
+    want, _ = train_rank(rank, world)
+    with on_trial(RANKS_PLANS["resident"], lambda step, of_plan: 3.0 if rank == 1 and not of_plan else 2.0):
+        got, plan = train_rank(rank, world, validate=1, cache_dir=cache)
         with slidedp.compile(build(rank), "cpu", example=shares(world, 0)[rank], validate=1, cache_dir=cache) as again:
             cached = again._trial is None and again.validation == plan.validation
     assert plan.validation is not None
@@ -88,8 +127,8 @@ def failing_on_one_rank(rank: int, world: int, losses: list[float]) -> dict[str,
                 raise RuntimeError("no memory for this")
             super().__init__(*args)
 
-    with on_trial(PLANS["replicated"], lambda step, of_plan: 1.0), patch.object(switching, "Buffers", NoRoom), \
+    with on_trial(RANKS_PLANS["replicated"], lambda step, of_plan: 1.0), patch.object(switching, "Buffers", NoRoom), \
             patch.object(validation.log, "log") as said:
-        got, plan = train(rank, world, 4, validate=1)
+        got, plan = train_rank(rank, world, 4, validate=1)
     return {"losses": got.losses == losses[:4], "calls": len(calls), "validated": plan.validation is not None,
             "act": str(plan.decisions.of("L00").act), "said": said.call_args.args[1]}
