@@ -12,7 +12,7 @@
       Failure             what waits look at, and which error is raised (failure.py)
       Meetings            what ranks tell one another outside of steps (meetings.py)
       Saves               a checkpoint being written beside training (saving.py)
-      Interpreter         one per graph, made before its first step
+      Interpreter         one per graph, made before its first step (interpreter.py, closures.py)
       Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
 """
 
