@@ -160,13 +160,16 @@ def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host
     """What the plan needs. BudgetError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
     memory = estimate_memory(graph, decisions)
     if memory.hbm_bytes > hbm_budget:
+        fewer = f"fewer weight buffers (policy: window={WINDOWS[-1]}, now {decisions.window}), "
         raise BudgetError(
-            f"{graph.model or 'model'}: a window of {decisions.window} weight slots needs {format_bytes(memory.hbm_bytes)} "
-            f"of HBM, {format_bytes(memory.hbm_bytes - hbm_budget)} more than the budget of {format_bytes(hbm_budget)} "
-            f"({_largest(memory.hbm)}); use fewer or shorter sequences, more slices, a smaller window, or raise hbm_budget"
+            f"{graph.model or 'model'}: a step needs {format_bytes(memory.hbm_bytes)} of GPU memory, "
+            f"{format_bytes(memory.hbm_bytes - hbm_budget)} more than the {format_bytes(hbm_budget)} that it may use "
+            f"({_largest(memory.hbm)}); what helps: fewer or shorter sequences, the batch cut into more slices (policy: "
+            f"slices={2 * graph.slices}), {fewer if decisions.window > WINDOWS[-1] else ''}a larger hbm_budget"
         )
     if memory.host_bytes > host_budget:
-        remedy = "pin source=cast, which needs no shadow, " if memory.host["shadow"] else "use a host with more memory "
+        remedy = ("leave out the BF16 copy of the weights (policy: source=cast) " if memory.host["shadow"] else
+                  "use a host with more memory ")
         raise BudgetError(
             f"{graph.model or 'model'}: the training state needs {format_bytes(memory.host_bytes)} of host memory, "
             f"{format_bytes(memory.host_bytes - host_budget)} more than the budget of {format_bytes(host_budget)} "
