@@ -105,6 +105,8 @@ class Plan(Artefact):
             self._trial.ran(step)
         elif self._trial is not None and not self._recording:
             self._trial.passed_by()
+        if self._planner.recheck is not None and not self._recording:
+            self._planner.recheck.ran(step, spec)
         self.optimizer.step()
         machine.warn()
         return StepResult(step, lr, machine.steps_before + step.number)
