@@ -26,3 +26,8 @@ def room_to_fill(hw: HardwareProfile, hbm_budget: int | None) -> int:
         return budget
     whole = int(WHOLE * budget)
     return whole if budget >= hw.hbm_bytes else max(whole, budget - max(int(RESERVE * budget), RESERVE_BYTES))
+
+
+def host_room(host_budget: int) -> int:
+    """Bytes of the host that activations may fill beside the state: processes, caches and data loaders want some, too."""
+    return int(WHOLE * host_budget)

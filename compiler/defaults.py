@@ -12,20 +12,23 @@
 - head chunks: 1, all logits at once, while these are under 256 MiB in FP32; else chunks of 2048 tokens, where the head's
   products are bound by compute, not by reading and writing the sum of the weight's gradient. If HBM has no room even with the
   smallest window, chunks of 256 tokens.
-- boundaries: in HBM; on the host where HBM has no room for them even then.
-- HBM counts as full where budgets.py says so, short of the budget;
+- boundaries: in HBM; where HBM has no room for them even then, as many on the host as must be, those of the first layers, which
+  have most time until their backward. If the host has no room for these beside a shadow, weights are cast;
+- HBM counts as full where budgets.py says so, short of the budget; so does the host for boundaries;
 - rows: `split`, the untouched ones of an embedding updated early, where fewer than half are touched (rows.py);
 - state: on the host; with `spare_hbm`, in HBM where that pays and fits (spare_hbm.py). Weights are streamed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-from slidedp.compiler.budgets import room_to_fill
+from slidedp.compiler.budgets import host_room, room_to_fill
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.errors import BudgetError
@@ -68,28 +71,47 @@ def default_decisions(
     costs = WithFallback(AnalyticCostModel(graph.world_size, graph.compute_dtype), cost_model)
 
     def decide(source: Source, window: int, last: Activation = Activation.RETAIN, rows: int = HEAD_ROWS[0],
-               boundary: Boundary = Boundary.HBM) -> Decisions:
+               num_away: int = 0) -> Decisions:
         bare = apply_policy(Decisions({g.name: GroupDecision(source=source) for g in graph.groups}), policy, graph)
         groups = {g.name: rule(graph, g, bare.of(g.name).source, hw, costs, chunk_bytes) for g in graph.groups}
-        groups = {name: replace(d, boundary=boundary) for name, d in groups.items()}
+        for own in {name for stage in graph.layers[:num_away] for name in stage.groups[:1]}:
+            groups[own] = replace(groups[own], boundary=Boundary.HOST)
         if (name := group_of_last_layer(graph)) is not None:
             groups[name] = replace(groups[name], act=last)
         plan = Decisions(groups, window=window, head_chunks=num_head_chunks(graph, rows), slices=graph.slices)
         return apply_policy(plan, policy, graph)
 
-    fits = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
-    source = Source.SHADOW if fits else Source.CAST
+    fits_host = estimate_memory(graph, decide(Source.SHADOW, WINDOWS[0])).host_bytes <= host_budget
+    source = Source.SHADOW if fits_host else Source.CAST
     options = [(window, last, HEAD_ROWS[0]) for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE))]
-    smallest = WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1]
-    for boundary, (window, last, rows) in product(Boundary, (*options, smallest)):
-        decisions = decide(source, window, last, rows, boundary)
-        if estimate_memory(graph, decisions).hbm_bytes <= room:
-            break
+    options.append((WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1]))
+    every = [decide(source, *option) for option in options]
+    decisions = next((d for d in every if estimate_memory(graph, d).hbm_bytes <= room), None)
+    if decisions is None:
+        limits = (room, host_room(host_budget)), (hbm_budget, host_budget)
+        some_away = ((with_fewest_away(graph, partial(decide, origin, *option), hbm), hbm, host)
+                     for hbm, host in limits for origin in dict.fromkeys((source, Source.CAST)) for option in options)
+        fitting = (d for d, hbm, host in some_away if fits(estimate_memory(graph, d), hbm, host))
+        decisions = next(fitting, decide(source, *options[-1], len(graph.layers)))
     check_head(graph, decisions)
     if spare_hbm:
         decisions = apply_policy(spare_hbm_rule(graph, decisions, hw, costs, room), policy, graph)
     check_budgets(graph, decisions, hbm_budget, host_budget)
     return decisions
+
+
+def fits(memory: MemoryReport, hbm_budget: int, host_budget: int) -> bool:
+    return memory.hbm_bytes <= hbm_budget and memory.host_bytes <= host_budget
+
+
+def with_fewest_away(graph: LayerGraph, decide: Callable[[int], Decisions], room: int) -> Decisions:
+    """What `decide` says of the fewest boundaries on the host with which the plan needs no more HBM than `room`; of all of them
+    if it needs more even then."""
+    def enough(num_away: int) -> bool:
+        return estimate_memory(graph, decide(num_away)).hbm_bytes <= room
+
+    most = len(graph.layers)
+    return decide(1 + bisect_left(range(1, most), True, key=enough) if enough(most) else most)
 
 
 def rule(
@@ -160,13 +182,16 @@ def check_budgets(graph: LayerGraph, decisions: Decisions, hbm_budget: int, host
     """What the plan needs. BudgetError with bytes needed, budget, the largest uses and the remedy when it does not fit."""
     memory = estimate_memory(graph, decisions)
     if memory.hbm_bytes > hbm_budget:
+        fewer = f"fewer weight buffers (policy: window={WINDOWS[-1]}, now {decisions.window}), "
         raise BudgetError(
-            f"{graph.model or 'model'}: a window of {decisions.window} weight slots needs {format_bytes(memory.hbm_bytes)} "
-            f"of HBM, {format_bytes(memory.hbm_bytes - hbm_budget)} more than the budget of {format_bytes(hbm_budget)} "
-            f"({_largest(memory.hbm)}); use fewer or shorter sequences, more slices, a smaller window, or raise hbm_budget"
+            f"{graph.model or 'model'}: a step needs {format_bytes(memory.hbm_bytes)} of GPU memory, "
+            f"{format_bytes(memory.hbm_bytes - hbm_budget)} more than the {format_bytes(hbm_budget)} that it may use "
+            f"({_largest(memory.hbm)}); what helps: fewer or shorter sequences, the batch cut into more slices (policy: "
+            f"slices={2 * graph.slices}), {fewer if decisions.window > WINDOWS[-1] else ''}a larger hbm_budget"
         )
     if memory.host_bytes > host_budget:
-        remedy = "pin source=cast, which needs no shadow, " if memory.host["shadow"] else "use a host with more memory "
+        remedy = ("leave out the BF16 copy of the weights (policy: source=cast) " if memory.host["shadow"] else
+                  "use a host with more memory ")
         raise BudgetError(
             f"{graph.model or 'model'}: the training state needs {format_bytes(memory.host_bytes)} of host memory, "
             f"{format_bytes(memory.host_bytes - host_budget)} more than the budget of {format_bytes(host_budget)} "

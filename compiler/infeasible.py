@@ -88,7 +88,8 @@ def _fewer_tokens(layers: LayerGraph, choices: Choices, row: MemoryRow, need: in
     report = estimate_memory(layers, choices.decode(selection))
     scaling = sum(size for use, size in report.hbm.items() if "activations" in use)
     left = row.budget - (need - scaling)
-    return f"use at most {int(100 * left / scaling)} % of the tokens a step" if 0 < left < scaling else ""
+    share = int(100 * left / scaling)
+    return f"use at most {share} % of the tokens a step (fewer or shorter sequences)" if 0 < left < scaling else ""
 
 
 def _conflict(rows: Sequence[MemoryRow], choices: Choices) -> str:

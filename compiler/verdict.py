@@ -44,8 +44,12 @@ class Verdict:
         return math.ceil(self.cost_us / self.gain_us) if self.gain_us > 0 else None
 
     @property
+    def kept_us(self) -> int:
+        """What a step of the plan that is kept took."""
+        return self.plan_measured_us if self.kept == PLAN else self.default_measured_us
+
+    @property
     def off(self) -> float:
         """Measured over simulated step of the plan that is kept, less 1: how far the cost model is from the clock."""
-        measured, simulated = (self.plan_measured_us, self.plan_simulated_us) if self.kept == PLAN else (
-            self.default_measured_us, self.default_simulated_us)
-        return measured / max(simulated, 1) - 1
+        simulated = self.plan_simulated_us if self.kept == PLAN else self.default_simulated_us
+        return self.kept_us / max(simulated, 1) - 1

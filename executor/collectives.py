@@ -17,6 +17,7 @@ Each call on `control` begins with the ranks' meeting, at which a rank that has 
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,11 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slidedp.executor.words import PeerError
+from slidedp.executor.words import Check, PeerError
 
 TIMEOUT = timedelta(minutes=30)
 """For a peer that is alive and late; dead ones are found by the watchdog (executor/liveness.py) or a lost connection."""
 
+LOOK = timedelta(milliseconds=200)
+"""How often a wait for other ranks looks whether there is still something to wait for."""
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
@@ -68,6 +71,10 @@ class SingleRank:
 
     rank, world_size = 0, 1
 
+    def __init__(self) -> None:
+        self.check: Check = lambda: None
+        """Called while other ranks' weights or gradients are waited for; what it raises ends the wait, and `data` for good."""
+
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
         """Allocates scratch for gradient chunks of up to `numel` elements on `device` (host), so that no step has to."""
 
@@ -102,19 +109,21 @@ class SingleRank:
     def fail(self, error: Exception) -> None:
         """Instead of this rank's next call: the others' raise PeerFailed. See :func:`together`."""
 
-    def close(self) -> None:
-        """Destroys our process groups. Idempotent."""
+    def close(self, *, healthy: bool = True) -> None:
+        """Destroys our process groups; after a failure, those without anything under way: it would be waited for. Idempotent."""
 
 
 class RankCollectives(SingleRank):
     """Several ranks: NCCL for CUDA tensors, gloo for host tensors. Built by all at once, from the default process group."""
 
     def __init__(self, data_backend: str) -> None:
+        super().__init__()
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._data: Any = dist.new_group(backend=data_backend, timeout=TIMEOUT)
         self._as_bytes = data_backend == "gloo"  # whose list of element types differs by version and collective
         self._scratch: dict[str, Tensor] = {}
+        self._left = False
 
     def reserve(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
         device = device or torch.device("cpu")
@@ -142,13 +151,37 @@ class RankCollectives(SingleRank):
         """In place: NCCL and gloo allow the input to be its own place in the output."""
         part = part.view(torch.uint8) if self._as_bytes else part
         size = part.numel() // self.world_size
-        _all_gather(part, part[self.rank * size : (self.rank + 1) * size], group=self._data)
+        self._call(_all_gather, part, part[self.rank * size : (self.rank + 1) * size])
 
     def _exchange(self, part: Tensor, received: Tensor) -> None:
         """`received` = shard number `rank` of every rank's `part`, in rank order."""
         if self._as_bytes:
             part, received = part.view(torch.uint8), received.view(torch.uint8)
-        dist.all_to_all_single(received, part, group=self._data)
+        self._call(dist.all_to_all_single, received, part)
+
+    def _call(self, collective: Any, out: Tensor, part: Tensor) -> None:
+        """Gloo's waits look at `check`: a thread that stayed in one would be ended by Python's exit, and the process with it."""
+        if self._as_bytes:
+            self._wait(collective(out, part, group=self._data, async_op=True), out, part)
+        else:
+            collective(out, part, group=self._data)
+
+    def _wait(self, work: Any, *tensors: Tensor) -> None:
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # what has become of it, if not done within the last moment of that time
+                    return
+            try:
+                self.check()
+            except BaseException:
+                self._left = True
+                # What is left under way ends with the last peer, perhaps when Python is no more: nothing of it may be freed then.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._data, work, tensors)))
+                raise
 
     def _sum(self, received: Tensor, out: Tensor) -> None:
         shards = received.view(self.world_size, -1)
@@ -226,9 +259,10 @@ class RankCollectives(SingleRank):
     def barrier(self) -> None:
         self._meet()
 
-    def close(self) -> None:
+    def close(self, *, healthy: bool = True) -> None:
         self._scratch.clear()
-        for group in (self._data, self._control):
+        quiet = healthy or (self._as_bytes and not self._left)
+        for group in (self._data if quiet else None, self._control):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._data = self._control = None
@@ -274,8 +308,8 @@ class StagedGloo(RankCollectives):
         torch.cuda.current_stream(self._device).synchronize()  # a copy may still read it
         self._memory.unregister(buffer)
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, healthy: bool = True) -> None:
+        super().close(healthy=healthy)
         self._memory.close()
 
 

@@ -119,6 +119,7 @@ class Machine:
         """All that runs beside the user's thread."""
         self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
+        self.collectives.check = self.streams.check
         self.meetings = Meetings(self.words, Board.STEP, self.failure.check, self.failure.cause)
         self.saves = Saves(self.words, self.failure, self.counters)
         if hbm_budget is not None:
@@ -373,7 +374,7 @@ class Machine:
             self.binding.give_back()
             self.backend.close()
             if healthy:
-                self.collectives.close()  # else a peer may be stuck in it, and so would we
+                self.collectives.close()  # else they are the caller's: a start that has failed is tried again
             self.failure.watchdog.stop()
             self.binding.release(self.state.close(agreed=healthy))
             if hasattr(self, "buffers"):

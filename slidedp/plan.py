@@ -7,11 +7,10 @@ itself is in artefact.py.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -25,6 +24,7 @@ from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages
 from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_names, save
 from slidedp.compiler.simulate import Timeline, measured_timeline
+from slidedp.ending import close, close_quietly
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import open_collectives
 from slidedp.executor.interpreter import Interpreter
@@ -105,6 +105,8 @@ class Plan(Artefact):
             self._trial.ran(step)
         elif self._trial is not None and not self._recording:
             self._trial.passed_by()
+        if self._planner.recheck is not None and not self._recording:
+            self._planner.recheck.ran(step, spec)
         self.optimizer.step()
         machine.warn()
         return StepResult(step, lr, machine.steps_before + step.number)
@@ -267,7 +269,7 @@ class Plan(Artefact):
             self.optimizer.restore(load(self._machine, found))
         except BaseException:  # the weights are no longer those that the user compiled with, nor the checkpoint's
             machine, self._machine, self._closed = self._machine, None, True
-            machine.close()
+            close(machine)
             raise
         self._resume_from = None
 
@@ -368,7 +370,7 @@ class Plan(Artefact):
         if self._machine is not None:
             if self._finalizer is not None:
                 self._finalizer.detach()
-            self._machine.close()
+            close(self._machine)
         else:
             self._collectives.close()
 
@@ -391,22 +393,6 @@ class Plan(Artefact):
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this plan is closed: compile the model again to go on training")
-
-
-def close_quietly(machine: Machine) -> None:
-    """A plan that nobody closed and nobody holds any more: at collection, or at exit.
-
-    Collected in another thread than the main one, it is closed in a thread made for it: that one may be a stream's own, which
-    must end the step under way, or hold a lock.
-    """
-    def close() -> None:
-        with suppress(Exception):
-            machine.close()
-
-    if threading.current_thread() is threading.main_thread():
-        close()
-    else:
-        threading.Thread(target=close, name="slidedp-close").start()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trac
 from slidedp.compiler.verdict import Verdict
 from slidedp.decide import decide, head_chunks_before_costs
 from slidedp.executor.fallback import Expected, Fallback
+from slidedp.recheck import Recheck
 from slidedp.settings import DTYPE_NAMES, Settings
 from slidedp.slicing import COUNTS, Slicing, choose_slices, most_slices, plan_of, why_whole
 from slidedp.specialisation import Draft, Specialisation
@@ -56,6 +57,7 @@ class Planner:
         self.cut_traces: dict[tuple[int, int], tuple[Trace, Trace]] = {}  # with the whole one, which it is known by
         self.known: dict[tuple[int, ...], Specialisation] = {}
         self.verdict: Verdict | None = None
+        self.recheck: Recheck | None = None
 
     @property
     def slices(self) -> int:
@@ -218,7 +220,7 @@ class Planner:
 
     def forget(self) -> None:
         """A start has failed, on some rank: the next first batch settles groups and decisions anew, on every rank."""
-        self.groups = self.decisions = self.verdict = None
+        self.groups = self.decisions = self.verdict = self.recheck = None
         self.known.clear()
 
     def expected(self, draft: Draft, decisions: Decisions) -> Expected:

@@ -47,6 +47,7 @@ from slidedp.executor.step import Step
 from slidedp.executor.switching import Lowered, SwitchError, switch
 from slidedp.executor.words import NUM_VALUES
 from slidedp.planner import with_possible_rows
+from slidedp.recheck import Recheck
 from slidedp.report import validation_facts
 from slidedp.version import __version__
 
@@ -157,6 +158,8 @@ class Preparation:
     def begin(self, spec: Specialisation) -> Trial | None:
         """`spec`: of the plan, as agreed; `rival` is agreed too. None, with a warning, where this rank has no room for it."""
         if self.rival == self.plan:
+            if self.planner.verdict is not None and self.keep is not None:
+                self.planner.recheck = Recheck(self.planner.verdict, spec, self.keep)
             return None
         try:
             plan, default = self.planner.candidates(self.draft, spec, self.rival)

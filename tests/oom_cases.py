@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from rank_cases import build, shares, start
 from training import state_of
 
 import slidedp
+from slidedp.compiler.ops import OpKind
 from slidedp.executor.backend import CpuBackend
 
 NUM_STEPS = 3
@@ -83,6 +87,31 @@ def one_rank() -> dict[str, Any]:
             told = str(e)
     return {"undisturbed": undisturbed.digest, "digest": run.digest, "refused": sum(run.refused), "told": told,
             "warnings": [str(w.message) for w in run.warnings]}
+
+
+def fatal_on_one(delivery: str, done: str) -> dict[str, Any]:
+    """Rank 1 has no memory at all in its second step. It lives until rank 0 has closed its plan, which waits for it in a
+    collective meanwhile."""
+    rank, world = start()
+    with pytest.MonkeyPatch.context() as patch:
+        limit = Limit().install(patch)
+        plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, policy={"act": "recompute", "delivery": delivery})
+        plan.run(shares(world, 0)[rank])
+        plan.synchronize()
+        limit.refuse = beyond(0 if rank == 1 else 10**9, OpKind.BACKWARD)
+        try:
+            for step in range(1, 4):
+                plan.run(shares(world, step)[rank])
+            told = "no error"
+        except Exception as e:
+            told = f"{type(e).__name__}: {e}"
+        plan.close()
+    left = [t.name for t in threading.enumerate() if t.name.startswith("slidedp")]
+    if rank == 0:
+        Path(done).touch()
+    while not Path(done).exists():
+        time.sleep(0.05)
+    return {"told": told, "left": left}
 
 
 def nothing(self: CpuBackend, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -125,7 +125,7 @@ def test_where_the_rule_has_no_room_something_else_has() -> None:
     layers, s = big(), settings()
     small = replace(default_decisions(layers, s.hw), window=2, grad_slots=1)
     budget = estimate_memory(layers, small).hbm_bytes
-    with pytest.raises(ValueError, match="a window of 2 weight slots needs"):
+    with pytest.raises(ValueError, match=r"a step needs .* of GPU memory"):
         default_decisions(layers, s.hw, hbm_budget=budget)
     chosen = decide(layers, replace(s, hbm_budget=budget)).decisions
     assert estimate_memory(layers, chosen).hbm_bytes <= budget

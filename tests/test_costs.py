@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from stacks import qwen3_4b, stack
 
-from slidedp.compiler.budgets import room_to_fill
+from slidedp.compiler.budgets import WHOLE, host_room, room_to_fill
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, resolve
-from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
+from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memory import estimate_memory
@@ -188,9 +189,35 @@ def test_window_shrinks_with_the_budget_then_says_what_is_missing() -> None:
         assert default_decisions(graph, hw, hbm_budget=with_room(hw, size)).window == window
     smallest = {"act": "recompute", "window": 2, "boundary": "host"}
     least = estimate_memory(graph, default_decisions(graph, hw, policy=smallest)).hbm_bytes
-    message = r"Qwen3-4B: a window of 2 weight slots needs .* of HBM, 1 B more than the budget .*hbm_budget"
+    message = (r"^Qwen3-4B: a step needs .* of GPU memory, 1 B more than the .* that it may use .*what helps: fewer or shorter "
+               r"sequences, the batch cut into more slices \(policy: slices=2\), a larger hbm_budget$")
     with pytest.raises(ValueError, match=message):
         default_decisions(graph, hw, hbm_budget=least - 1)
+
+
+def test_as_many_boundaries_go_to_the_host_as_must() -> None:
+    """HBM has no room for those of all layers, nor has the host. Those of the first layers go, and no more than must."""
+    graph, hw = qwen3_4b(1, seq=800_000, world_size=4), load_profile("h200x4")
+    for pinned in ("hbm", "host"):
+        with pytest.raises(BudgetError):
+            default_decisions(graph, hw, policy={"boundary": pinned})
+    chosen, room = default_decisions(graph, hw), room_to_fill(hw, None)
+    away = [stage.name for stage in graph.layers if chosen.moves_boundary(stage)]
+    assert away == [f"L{i:02}" for i in range(len(away))]
+    memory = estimate_memory(graph, chosen)
+    assert memory.hbm_bytes <= room
+    assert memory.host_bytes <= host_room(hw.host_bytes)
+    last = replace(chosen.of(away[-1]), boundary=Boundary.HBM)
+    assert estimate_memory(graph, replace(chosen, groups=chosen.groups | {away[-1]: last})).hbm_bytes > room
+
+
+def test_boundaries_that_leave_the_host_no_room_for_shadows() -> None:
+    graph, hw, policy = qwen3_4b(1, seq=800_000, world_size=4), load_profile("h200x4"), {"act": "recompute", "window": 2}
+    plan = default_decisions(graph, hw, policy=policy)
+    assert {d.source for d in plan.groups.values()} == {Source.SHADOW}
+    need = estimate_memory(graph, plan).host_bytes
+    chosen = default_decisions(graph, replace(hw, host_bytes=int(need / WHOLE) - 2**30), policy=policy)
+    assert chosen == replace(plan, groups={name: replace(d, source=Source.CAST) for name, d in plan.groups.items()})
 
 
 def test_policy_is_kept_while_the_rule_fits_the_budget() -> None:
@@ -198,7 +225,7 @@ def test_policy_is_kept_while_the_rule_fits_the_budget() -> None:
     small = default_decisions(graph, hw, policy={"window": 1, "grad_slots": 1})
     budget = with_room(hw, estimate_memory(graph, small).hbm_bytes)
     assert default_decisions(graph, hw, policy={"window": 1, "grad_slots": 1}, hbm_budget=budget) == small
-    with pytest.raises(ValueError, match="a window of 4 weight slots"):
+    with pytest.raises(ValueError, match=r"fewer weight buffers \(policy: window=2, now 4\)"):
         default_decisions(graph, hw, policy={"window": 4}, hbm_budget=budget)
 
 

@@ -184,7 +184,7 @@ def test_what_does_not_fit_says_why() -> None:
     assert windows["3"].verdict is Verdict.UNAVAILABLE
     assert windows["3"].step_change_us is None
     assert windows["3"].hbm_change_bytes == 2**21
-    assert "of HBM, 1.0 MiB more than the budget" in windows["3"].why
+    assert "of GPU memory, 1.0 MiB more than the" in windows["3"].why
     source = by_value(explain(tight, "source"))["shadow"]
     assert (source.verdict, source.hbm_change_bytes) == (Verdict.UNAVAILABLE, 0)
     assert "of host memory" in source.why

@@ -274,6 +274,16 @@ def test_one_of_two_ranks_runs_out_of_memory(run_ranks):
     assert "there is no room for buffer" in results[1]["told"]
 
 
+@pytest.mark.parametrize("delivery", ["sharded", "replicated"])
+def test_a_rank_without_any_memory_leaves_no_thread_of_another_waiting(run_ranks, tmp_path, delivery):
+    """One in a collective would be waiting still when Python ends, and end the process with an abort."""
+    zero, one = run_ranks(oom_cases.fatal_on_one, 2, delivery, str(tmp_path / "done"), timeout=100)
+    assert one.value["told"].startswith("OutOfMemory: layer L02")
+    assert zero.value["told"].startswith("PeerError: rank 1 stopped the run: OutOfMemory: layer L02")
+    assert zero.value["left"] == one.value["left"] == []
+    assert "terminate" not in zero.output + one.output
+
+
 def test_warnings_come_once_the_backward_is_over(limit):
     """Of one in the backward the user hears at the latest when the plan is closed."""
     limit.refuse = once(OpKind.BACKWARD)

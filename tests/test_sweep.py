@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_a_line_of_its_own(tiny: str, capsys: pytest.Captur
     assert len(lines) == 4
     missing = [line for line in lines if "does not fit" in line]
     assert len(missing) == 2
-    assert all(line.endswith("more than the budget of 1.0 MiB") and line.split()[1] == "64" for line in missing)
+    assert all(line.endswith("more than the 1.0 MiB that it may use") and line.split()[1] == "64" for line in missing)
 
 
 def test_more_ranks_than_gpus_is_a_warning(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

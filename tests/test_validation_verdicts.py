@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.verdict import DEFAULT, PLAN, Verdict
 from slidedp.executor.host_state import HostState
 from slidedp.planner import Planner
+from slidedp.recheck import Recheck
 from slidedp.report import summary, validation_facts
 from slidedp.validation import rival_of
 
@@ -64,10 +67,33 @@ def test_the_cache_knows(tmp_path: Any) -> None:
             assert plan._trial is None
             assert plan.validation == first.validation
             assert plan.decisions == first.decisions
+            assert first._planner.recheck is None, "measured just now"
+            plan.run(lm_batch())
+            recheck = plan._planner.recheck
+            assert len(recheck._steps) + len(recheck._times_us) == 1
+            assert recheck.verdict.kept_us == 1_000_000
+            assert recheck.kept.is_file()
             plan.close()
             other = slidedp.compile(model(), "cpu", example=lm_batch(batch=3), validate=1, cache_dir=tmp_path)
             assert other._trial is not None, "another shape"
             other.close()
+
+
+@pytest.mark.parametrize(("seconds", "says"), [
+    ([1.1] * 60, False), ([2.0] * 9 + [1.1] * 51, False), ([1.1] * 20 + [1.3] * 40, True), ([0.8] * 60, True)])
+def test_steps_that_take_another_time_than_the_cache_knows(tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: list[float],
+                                                           says: bool) -> None:
+    """Once; steps of other shapes do not count, nor those that are under way."""
+    spec = object()
+    recheck = Recheck(replace(VERDICT, plan_measured_us=1_000_000), spec, tmp_path / "validated.yaml")  # type: ignore[arg-type]
+    for wall_s in [*seconds, 9.0]:
+        step = SimpleNamespace(compute_ended=threading.Event(), wall_s=wall_s)
+        recheck.ran(step, spec)  # type: ignore[arg-type]
+        step.compute_ended.set()
+        recheck.ran(SimpleNamespace(wall_s=9.0), object())  # type: ignore[arg-type]
+    assert caplog.text.count(f"to have both timed again, delete {tmp_path / 'validated.yaml'}") == says
+    if says:
+        assert "s, and took 1 s when this plan was timed" in caplog.text
 
 
 def test_a_default_that_cannot_run_the_batch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
