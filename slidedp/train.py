@@ -41,7 +41,7 @@ from slidedp.settings import DTYPE_NAMES
 from slidedp.stopping import StopSignals
 from slidedp.train_config import TrainConfig
 from slidedp.train_resume import EXPORTED, check_resume, is_finished, newest_step, refuse_to_go_back
-from slidedp.train_schedule import check_schedule, make_scheduler, other_rates
+from slidedp.train_schedule import check_schedule, make_scheduler, other_lr, other_rates
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -319,7 +319,9 @@ class Run:
         self.scheduler.load_state_dict(found.extra["scheduler"])
         self.evaluation_due = found.extra["evaluation_due"] and self.heldout is not None
         self.say(f"going on from {found.path}: step {found.step} of {self.num_steps}")
-        if note := other_rates(self.config, self.num_steps, found.step, found.extra.get("num_steps", self.num_steps)):
+        notes = (other_rates(self.config, self.num_steps, found.step, found.extra.get("num_steps", self.num_steps)),
+                 other_lr(self.config, self.scheduler.base_lrs[0]))
+        for note in filter(None, notes):
             self.say(note)
         return found.step
 

@@ -48,3 +48,11 @@ def other_rates(config: TrainConfig, num_steps: int, done: int, before: int) -> 
         return ""
     return (f"warning: a run of {num_steps} steps now, of {before} until step {done}: from here on the learning rates are "
             f"those that the {config.schedule.name} schedule has over {num_steps} steps")
+
+
+def other_lr(config: TrainConfig, resumed: float) -> str:
+    """What to say where the run that is gone on with has another base learning rate than the config; '' where it has the same."""
+    if resumed == config.optimizer.lr:
+        return ""
+    return (f"warning: optimizer.lr is {config.optimizer.lr:g} here, but the run that is gone on with has {resumed:g}, which "
+            "stays; for another, begin a new run from the model that this one exports")

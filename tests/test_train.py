@@ -217,6 +217,16 @@ def test_another_number_of_steps_is_another_schedule(base, capsys, name, says):
     assert (told in said) == says
 
 
+def test_another_learning_rate_on_a_resume_is_said_not_to_count(base, capsys):
+    options = {"schedule": {"name": "constant"}, "evaluate_every": None, "checkpoint": {"every": 2}}
+    assert main(["train", str(config(base, "rate", steps=2, **options))]) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert main(["train", str(config(base, "rate", steps=4, optimizer={"lr": 3e-2}, **options))]) == 0
+    assert "warning: optimizer.lr is 0.03 here, but the run that is gone on with has 0.01, which stays" in capsys.readouterr().out
+    assert {r["lr"] for r in read_metrics(base / "rate/metrics.jsonl") if "loss" in r} == {1e-2}
+
+
+
 @pytest.mark.parametrize("name", ["constant", "linear", "warmup_stable_decay"])
 def test_schedules_by_name(base, name):
     output = base / name
