@@ -7,7 +7,7 @@ says whether the result is the one that was planned. Decisions and the table as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,6 +76,7 @@ class SolverRecord:
 
     `step_us`, `bound_us`, `gap`: the step of the solver's model, the least that it proves possible with these slots, and how
     much shorter that is. `simulated_us`: of the plan kept, `rule_us`: of the rule's plan. `rounds`: of solving and simulating.
+    `seal`: of the bound (proven.py), with which it need not be proven again.
     """
 
     name: str
@@ -85,6 +86,7 @@ class SolverRecord:
     simulated_us: int
     rule_us: int
     rounds: int
+    seal: str = ""
 
 
 Record = TypeVar("Record", Identity, Budgets, Predictions, SolverRecord, Verdict)
@@ -324,6 +326,6 @@ def _record(cls: type[Record], value: object, where: str) -> Record:
     """An instance of a flat dataclass of str, int and float fields."""
     mapping = as_mapping(value, where)
     names = {f.name: str(f.type) for f in fields(cls)}
-    check_keys(mapping, list(names), where)
+    check_keys(mapping, list(names), where, required=[f.name for f in fields(cls) if f.default is MISSING])
     read: dict[str, Any] = {"str": as_str, "int": as_int, "float": as_float}
-    return cls(**{name: read[kind](mapping[name], f"{where}: {name}") for name, kind in names.items()})
+    return cls(**{name: read[names[name]](value, f"{where}: {name}") for name, value in mapping.items()})

@@ -24,6 +24,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
 from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.proven import Proven, prove
 from slidedp.compiler.relaxation import Bounded, tighten
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import descend, feasible, period_of, simplify
@@ -36,6 +37,8 @@ GAP = 1e-3
 TIME_LIMIT = 4.0
 """Deterministic seconds for the shortest step, each two or three real ones. A fraction of it goes to the second phase."""
 SECOND_PHASE = 0.05
+AGAIN = 0.4
+"""Share of the time for an earlier plan of the very same problem, which is not within the gap asked for."""
 SHORTEST_RUN = 0.1
 """Deterministic seconds with which CP-SAT is worth starting."""
 CHANGE_COST = 2
@@ -47,7 +50,7 @@ class Solution:
     """A plan and its proof. Times in microseconds; `step_us` is that of the event graph without rounding.
 
     `objective_us`: the solver's own period for it, in whole units. `bound_us`: no plan with these slots has a shorter step.
-    `cycle`: what the step waits for. `work`: deterministic seconds.
+    `cycle`: what the step waits for. `work`: deterministic seconds. `proven`: the bound, for whoever solves the same again.
     """
 
     selection: tuple[int, ...]
@@ -58,6 +61,7 @@ class Solution:
     cycle: Cycle
     status: str
     work: float
+    proven: Proven
 
     @property
     def gap(self) -> float:
@@ -70,6 +74,7 @@ def solve(
     rows: Sequence[MemoryRow],
     *,
     hint: Decisions | None = None,
+    proven: Proven | None = None,
     gap: float = GAP,
     time_limit: float = TIME_LIMIT,
     near: bool = False,
@@ -77,8 +82,9 @@ def solve(
     """A selection of `graph` under `rows` within `gap` of the best, or the best that is found. `graph` is in microseconds.
 
     `gap`: share of a step that more search must save. `hint`: an earlier plan; if it is within `gap` of the bound, it is kept as
-    it is. `time_limit`: deterministic seconds of CP-SAT. `near`: it looks around the structured plan only, at what is kept,
-    held and resident of each layer, but at no other route or chunks; the bound holds for all plans as it stands.
+    it is. `proven`: the bound that was proven for it, taken over if the problem is the very same; where the hint is not within
+    `gap` of it, `AGAIN` of the time is left. `time_limit`: deterministic seconds. `near`: CP-SAT looks around the structured
+    plan only, at what is kept, held and resident of each layer, but at no other route or chunks; the bound holds for all plans.
 
     Raises:
         ValueError: ortools is not installed, or no selection fits the memory rows (infeasible.py says why).
@@ -87,7 +93,10 @@ def solve(
     hinted = graph.choices.encode(hint) if hint is not None else None
     if hinted is not None and not feasible(rows, hinted):
         hinted = None
-    start = find_start(graph, rows, hinted, gap, time_limit)
+    known = proven.bound_us if proven is not None and proven.holds(graph, rows) else 0
+    if known and hinted is not None:
+        time_limit *= AGAIN
+    start = find_start(graph, rows, hinted, gap, time_limit, known)
     proof = shortest_step(graph, rows, start, gap, time_limit - start.work, near)
     best, work = proof.selection, start.work + proof.work
     if best not in (start.selection, hinted):
@@ -97,8 +106,9 @@ def solve(
     cycle = max_cycle_ratio(graph, best)
     step_us = -(-cycle.ratio.numerator // cycle.ratio.denominator)
     unit_us = unit_of(step_us)
+    bound_us = min(proof.bound, step_us)
     return Solution(best, graph.choices.decode(best), step_us, period_of(graph.in_units_of(unit_us), best) * unit_us,
-                    min(proof.bound, step_us), cycle, proof.status, work)  # fmt: skip
+                    bound_us, cycle, proof.status, work, prove(graph, rows, bound_us))  # fmt: skip
 
 
 def unit_of(step_us: int) -> int:
@@ -107,25 +117,35 @@ def unit_of(step_us: int) -> int:
 
 
 def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, ...] | None, gap: float,
-               time_limit: float) -> Bounded:  # fmt: skip
-    """The earlier plan if that is good enough, else the structured one or what comes of tightening, whose bound it has."""
+               time_limit: float, known: int = 0) -> Bounded:  # fmt: skip
+    """The earlier plan if that is good enough, else the structured one or what comes of tightening, whose bound it has.
+
+    `known`: a bound that needs no proof.
+    """
     if hinted is not None:
-        period, bound = period_of(graph, hinted), cycle_bound(graph, rows, hinted)
+        period = period_of(graph, hinted)
+        if period <= known * (1 + gap):
+            return Bounded(hinted, period, known, 0.0)
+        bound = max(known, cycle_bound(graph, rows, hinted))
         start = tighten(graph, rows, hinted, period, bound, gap, time_limit, rounds=1)
         if period <= start.bound * (1 + gap):
             return replace(start, selection=hinted, period=period)
     found, period = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
-    bound, work = cycle_bound(graph, rows, found), 0.0
+    bound, work = max(known, cycle_bound(graph, rows, found)), 0.0
     if period > bound * (1 + gap) and (other := search_structured(graph, rows, rerouted=True)) and other[1] < period:
         found, period = other
     if hinted is not None:
         bound, work = max(bound, start.bound), start.work
         if start.period < period * (1 - gap):
             found, period = start.selection, start.period
+        if (earlier := period_of(graph, hinted)) <= period * (1 + gap):
+            found, period = hinted, earlier  # what is to be proven is that this is good enough
     if not feasible(rows, found):
         return Bounded(found, period, bound, work)
-    start = tighten(graph, rows, found, period, bound, gap, time_limit - work)
-    return replace(start, work=start.work + work)
+    end = tighten(graph, rows, found, period, bound, gap, time_limit - work)
+    if hinted is not None and (period := period_of(graph, hinted)) <= end.bound * (1 + gap):
+        end = replace(end, selection=hinted, period=period)  # good enough after all
+    return replace(end, work=end.work + work)
 
 
 @dataclass(frozen=True, slots=True)

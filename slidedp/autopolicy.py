@@ -32,6 +32,7 @@ from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile import SolverRecord
+from slidedp.compiler.proven import Proven, prove
 from slidedp.compiler.search import feasible
 from slidedp.compiler.simulate import Timeline
 from slidedp.compiler.solver import GAP, Solution, solve
@@ -114,10 +115,10 @@ def is_tiny(problem: Problem, rule: Decisions) -> bool:
     return not problem.layers.layers or problem.simulate(rule).step_us < TINY_STEP_US
 
 
-def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = None) -> AutoPlan:
+def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = None, proven: Proven | None = None) -> AutoPlan:
     """The best plan that `ROUNDS` rounds find, with one limit for CP-SAT in all of them.
 
-    `rule`: the rule's decisions, pins included, which fit the budgets.
+    `rule`: the rule's decisions, pins included, which fit the budgets. `proven`: the bound on record with `hint`.
     """
     began = time.perf_counter()
     choices = choose_frame(problem, rule, hint)
@@ -127,7 +128,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     num_rounds, left = 0, LIMIT
     for num_rounds in range(1, ROUNDS + 1):
         solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best,
-                         gap=ASKED_GAP, time_limit=left, near=True)  # fmt: skip
+                         proven=proven, gap=ASKED_GAP, time_limit=left, near=True)  # fmt: skip
         left -= solution.work
         first = first or solution
         simulated_us, timeline = judge(problem, solution.decisions)
@@ -144,7 +145,8 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     bound_us = min(first.bound_us, step_us)
     record = SolverRecord(
         name="cp-sat" if best is not rule else "rule", step_us=step_us, bound_us=bound_us, gap=round(1 - bound_us / step_us, 6),
-        simulated_us=best_us, rule_us=rule_us, rounds=num_rounds)  # fmt: skip
+        simulated_us=best_us, rule_us=rule_us, rounds=num_rounds,
+        seal=prove(problem.graph(choices), problem.rows(choices), bound_us).seal)  # fmt: skip
     return AutoPlan(best, record, time.perf_counter() - began)
 
 

@@ -30,6 +30,7 @@ from slidedp.compiler.memoryrows import memory_rows
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.policy import apply_policy
 from slidedp.compiler.predict import predict, price
+from slidedp.compiler.proven import Proven
 from slidedp.compiler.timeline import Timeline
 from slidedp.passes.pipeline import lower
 from slidedp.plancache import fingerprint, load_plan_for, store_plan
@@ -70,7 +71,7 @@ def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Sett
         warnings.warn("ortools is not installed: the plan is the default rule's, not a solved one (pip install 'ortools>=9.15')",
                       stacklevel=2)  # fmt: skip
         return AutoPlan(rule)
-    hint = settings.hint.decisions if settings.hint is not None and fits_groups(settings.hint, layers) else None
+    hint = settings.hint if settings.hint is not None and fits_groups(settings.hint, layers) else None
     return solve_or_recall(problem, rule, hint, settings.cache_dir)
 
 
@@ -128,16 +129,19 @@ def simulate_decisions(layers: LayerGraph, settings: Settings, costs: WithFallba
     return predict(graph, price(graph, costs, settings.hw), settings.hw)
 
 
-def solve_or_recall(problem: Problem, rule: Decisions, hint: Decisions | None, cache_dir: Path | None) -> AutoPlan:
-    """The solved plan, from the cache if the very same problem has been solved before."""
+def solve_or_recall(problem: Problem, rule: Decisions, earlier: PlanFile | None, cache_dir: Path | None) -> AutoPlan:
+    """The solved plan, from the cache if the very same problem has been solved before. `earlier`: a plan to start from."""
+    hint = earlier.decisions if earlier else None
+    record = earlier.solver if earlier else None
+    proven = Proven(record.bound_us, record.seal) if record else None
     if cache_dir is None:
-        return auto_plan(problem, rule, hint=hint)
+        return auto_plan(problem, rule, hint=hint, proven=proven)
     choices = problem.choices(rule)
-    key = fingerprint(problem.graph(choices), problem.rows(choices), hint)
+    key = fingerprint(problem.graph(choices), problem.rows(choices), hint, proven)
     known = load_plan_for(cache_dir, key, problem.layers)
     if known is not None:
         return known
-    plan = auto_plan(problem, rule, hint=hint)
+    plan = auto_plan(problem, rule, hint=hint, proven=proven)
     store_plan(cache_dir, key, plan)
     return plan
 

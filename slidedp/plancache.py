@@ -19,19 +19,22 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.planfile import decisions_hash, read_solver_record
 from slidedp.compiler.planyaml import read_decisions, to_text, write_decisions
+from slidedp.compiler.proven import Proven
 from slidedp.compiler.strict import as_mapping, check_keys, content_hash, load_yaml
 from slidedp.version import __version__
 
-SOLVER_VERSION = 3
+SOLVER_VERSION = 4
 """Raised whenever the same problem may get another plan."""
 
 
-def fingerprint(graph: EventGraph, rows: Sequence[MemoryRow], hint: Decisions | None) -> str:
+def fingerprint(graph: EventGraph, rows: Sequence[MemoryRow], hint: Decisions | None,
+                proven: Proven | None = None) -> str:  # fmt: skip
     """Hash of everything that a solved plan depends on."""
     families = [[f.group, f.name, str([dict(o) for o in f.options])] for f in graph.choices.families]
     return content_hash([
         __version__, SOLVER_VERSION, families, str(graph.events), str(graph.edges), str(graph.works), str(rows),
         decisions_hash(graph.choices.defaults), decisions_hash(hint) if hint else "",
+        proven.seal if proven else "",
     ])  # fmt: skip
 
 

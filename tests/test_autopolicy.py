@@ -152,7 +152,7 @@ def test_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first.cached
     assert (again.decisions, again.record) == (first.decisions, first.record)
     solved = []
-    monkeypatch.setattr(deciding, "auto_plan", lambda problem, rule, hint=None: solved.append(rule) or AutoPlan(rule))
+    monkeypatch.setattr(deciding, "auto_plan", lambda problem, rule, **_: solved.append(rule) or AutoPlan(rule))
     decide(layers, s)
     assert not solved
     others = [replace(s, hbm_budget=2**40), replace(s, policy={"window": 3}), replace(s, hw=replace(s.hw, host_task_us=251.0)),

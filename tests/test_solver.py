@@ -155,6 +155,29 @@ def test_previous_plan_is_kept() -> None:
     assert solve(graph, rows, hint=bad).step_us == pytest.approx(solution.step_us, rel=2e-3)
 
 
+def test_a_sealed_bound_is_not_proven_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bound of an earlier solve of the very same problem, its plan is kept without any search or proof."""
+    graph, rows, solution = solved(0)
+    for name in ("cycle_bound", "tighten", "search_structured"):
+        monkeypatch.setattr(f"slidedp.compiler.solver.{name}", None)
+    again = solve(graph, rows, hint=solution.decisions, proven=solution.proven, gap=max(solution.gap * 1.1, 1e-3))
+    assert (again.selection, again.bound_us, again.work) == (solution.selection, solution.bound_us, 0.0)
+    assert again.proven == solution.proven
+
+
+def test_a_bound_of_another_problem_is_proven_anew() -> None:
+    """One microsecond of one option, one byte of a budget, or the bound itself changed: the seal is no longer its own."""
+    graph, rows, solution = solved(0)
+    proven, first = solution.proven, graph.edges[0]
+    slower = replace(graph, edges=(replace(first, weight=first.weight + 1), *graph.edges[1:]))
+    assert proven.holds(graph, rows)
+    assert not proven.holds(slower, rows)
+    assert not proven.holds(graph, (replace(rows[0], budget=rows[0].budget - 1), *rows[1:]))
+    assert not replace(proven, bound_us=proven.bound_us + 1).holds(graph, rows)
+    wrong = replace(proven, bound_us=solution.step_us)
+    assert solve(graph, rows, hint=solution.decisions, proven=wrong).bound_us == solution.bound_us
+
+
 def test_ties_go_to_the_rule() -> None:
     """Where the GPU binds, nothing else matters: the rule's plan as it stands, one line for all layers."""
     layers, hw = stack(5, 60_000_000, 90_000_000, tokens=200_000, width=2048), load_profile("h200x1")

@@ -20,7 +20,6 @@ from slidedp.autopolicy import ASKED_GAP, LIMIT
 from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices
 from slidedp.compiler.costs import AnalyticCostModel, WithFallback
-from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
@@ -56,7 +55,7 @@ def stack(num_layers: int, batch: int, world_size: int) -> LayerGraph:
 
 
 def run(num_layers: int, hw: HardwareProfile, batch: int, hbm_budget: int | None, limit: float,
-        hint: Decisions | None = None) -> tuple[Solution, int, float, float]:  # fmt: skip
+        earlier: Solution | None = None) -> tuple[Solution, int, float, float]:  # fmt: skip
     """(solution, step of the rule's plan in us, seconds on the clock, seconds of this process), graph and rows included."""
     layers = stack(num_layers, batch, hw.num_gpus)
     clock, process = time.perf_counter(), time.process_time()
@@ -64,7 +63,8 @@ def run(num_layers: int, hw: HardwareProfile, batch: int, hbm_budget: int | None
     costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype))
     graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
     rows = memory_rows(layers, choices, room_to_fill(hw, hbm_budget), hw.host_bytes)
-    solution = solve(graph, rows, hint=hint, gap=ASKED_GAP, time_limit=limit, near=True)
+    hint, proven = (earlier.decisions, earlier.proven) if earlier else (None, None)
+    solution = solve(graph, rows, hint=hint, proven=proven, gap=ASKED_GAP, time_limit=limit, near=True)
     seconds = time.perf_counter() - clock, time.process_time() - process
     return solution, round(max_cycle_ratio(graph, choices.default).ratio), *seconds
 
@@ -85,7 +85,7 @@ def main() -> None:
         budget = gib * 2**30 if gib else None
         solution, rule_us, clock, process = run(num_layers, hw, batch, budget, args.limit)
         again = run(num_layers, hw, batch, budget, args.limit)[0]
-        hinted, _, hint_clock, hint_process = run(num_layers, hw, batch, budget, args.limit, solution.decisions)
+        hinted, _, hint_clock, hint_process = run(num_layers, hw, batch, budget, args.limit, solution)
         same = again.decisions == solution.decisions == hinted.decisions
         print(f"{num_layers:>6} {machine:<14} {batch:>5} {gib or '':>4} {rule_us / 1e3:>9.1f} {solution.step_us / 1e3:>9.1f} "
               f"{solution.gap:>7.2%} {solution.work:>6.2f} {clock:>8.1f} {process:>6.1f} | "
