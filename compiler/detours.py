@@ -31,6 +31,8 @@ from slidedp.compiler.runlength import layer_index
 
 Path = tuple[TimedEdge, ...]
 
+MAX_LAPS = 6
+FAR = 1 << 60
 MAX_EVENTS = 3
 """Events of other streams on a detour that is looked for without a reason: a transfer's start and end, and one more."""
 
@@ -145,6 +147,36 @@ class Detours:
                     yield path
                 path = ()
 
+    def missed(self, selection: Sequence[int], starts: Sequence[int], period: int) -> list[Path]:
+        """The longest detours to GPU ops that start too early, if these start at `starts` in every step of `period`."""
+        weights = self.graph.weights(selection)
+        index = {id(e): i for i, e in enumerate(self.graph.edges)}
+        at = [-FAR] * len(self.graph.events)
+        for event, start in zip(self.chain, starts, strict=True):
+            at[event] = start
+        cause: dict[int, TimedEdge] = {}
+        others = [v for v in range(len(at)) if v not in self.place]
+        into = {v: [(e, weights[index[id(e)]] - e.distance * period) for e in self.arriving[v]] for v in range(len(at))}
+        for _ in range(MAX_LAPS):
+            changed = False
+            for v in others:
+                for e, more in into[v]:
+                    if at[e.src] + more > at[v]:
+                        at[v], cause[v], changed = at[e.src] + more, e, True
+            if not changed:
+                break
+        paths = []
+        for v in self.chain:
+            late = [(at[e.src] + more, k) for k, (e, more) in enumerate(into[v]) if e.src not in self.place]
+            if late and max(late)[0] > at[v]:
+                path, seen = [into[v][max(late)[1]][0]], set[int]()
+                while (src := path[-1].src) not in self.place and src in cause and src not in seen:
+                    seen.add(src)
+                    path.append(cause[src])
+                if path[-1].src in self.place:
+                    paths.append(tuple(reversed(path)))
+        return paths
+
     @cached_property
     def by_ends(self) -> dict[tuple[str, str, int], list[TimedEdge]]:
         edges = defaultdict(list)
@@ -192,11 +224,37 @@ class Detours:
                 continue
             inside, busy = [self.busy(k) for k in range(begin + 1, end)], self.graph.events[event].busy
             covered = sum(x.const + sum(max(values) for _, values in x.terms) for x in inside)
-            exact = tightened(add([off_where_zero(busy)], inside))
+            own, ahead = off_where_zero(busy), self.ahead(event, begin)
+            exact = tightened(add([own, *ahead], inside))
             if exact:
-                stalls.append(Stall((exact, above(busy, covered))))
+                least = add([own, *map(at_least, ahead)]) + -covered
+                stalls.append(Stall((exact, tightened(least) or ZERO)))
                 ends.append(end)
         return stalls
+
+    def ahead(self, event: int, begin: int) -> list[Linear]:
+        """The time of what is in front of `event` on its stream, and starts no earlier than GPU op `begin` has ended either."""
+        on = self.on[self.graph.events[event].stream]
+        found, at, kind = list[Linear](), on.index(event), self.graph.events[event].name.split(".")[0]
+        while at and not self.graph.events[on[at - 1]].name.startswith(f"{kind}.") and self.starts_behind(on[at - 1], begin):
+            at -= 1
+            found.append(self.graph.events[on[at]].busy)
+        return found
+
+    def starts_behind(self, event: int, begin: int) -> bool:
+        """True if `event` starts no earlier than GPU op `begin` of this step has ended, whenever it takes time."""
+        busy = self.graph.events[event].busy
+        return any(e.src in self.place and self.place[e.src] - e.distance * len(self.chain) >= begin
+                   and always(busy, e.weight, self.busy(self.place[e.src])) for e in self.arriving[event])
+
+    @cached_property
+    def on(self) -> dict[Stream, list[int]]:
+        """Events that take time, by stream, in order."""
+        found = defaultdict(list)
+        for event, e in enumerate(self.graph.events):
+            if e.busy != ZERO:
+                found[e.stream].append(event)
+        return found
 
     def window(self, event: int) -> tuple[int, int] | None:
         """(begin, end): a transfer that takes time starts when GPU op `begin` has ended, and has ended when `end` starts."""
@@ -241,14 +299,13 @@ def off_where_zero(busy: Linear) -> Linear:
     return Linear(0, ((family, tuple(v or OFF for v in values)),))
 
 
-def above(busy: Linear, covered: int) -> Linear:
-    """What `busy` has over `covered`, option for option; 0 where it depends on several families."""
-    if not busy.terms:
-        return Linear(max(0, busy.const - covered))
-    if len(busy.terms) > 1:
-        return ZERO
+def at_least(busy: Linear) -> Linear:
+    """`busy`, or the least time that any option takes if it takes some."""
+    if len(busy.terms) != 1:
+        return busy
     ((family, values),) = busy.terms
-    return Linear(0, ((family, tuple(max(0, busy.const + v - covered) for v in values)),))
+    least = min((busy.const + v for v in values if busy.const + v > 0), default=0)
+    return Linear(0, ((family, tuple(min(busy.const + v, least) for v in values)),))
 
 
 def always(busy: Linear, weight: Linear, least: Linear) -> bool:

@@ -124,6 +124,11 @@ def _cycle(parent: list[int], source: list[int]) -> list[int]:
     return []
 
 
+def positive_cycle(graph: EventGraph, selection: Sequence[int], period: Fraction) -> tuple[TimedEdge, ...]:
+    """A cycle for which steps every `period` units are too fast; () if there is none."""
+    return tuple(graph.edges[i] for i in _positive_cycle(_incoming(graph, selection), period))
+
+
 def is_period(graph: EventGraph, selection: Sequence[int], period: int) -> bool:
     """True if the step can repeat every `period` units."""
     return not _positive_cycle(_incoming(graph, selection), Fraction(period))

@@ -40,12 +40,14 @@ ANYTHING = Linear(1)
 class Queued:
     """Task `event` takes its time, if it takes any, between the end of GPU op `behind` and the start of GPU op `before`.
 
-    GPU ops by their place in the chain, counted on around the step: less than 0 is the step before.
+    GPU ops by their place in the chain, counted on around the step: less than 0 is the step before. `due`: what `before` was
+    before it was widened; it holds if the task takes time.
     """
 
     event: int
     behind: int
     before: int
+    due: int = FAR
 
 
 @dataclass(frozen=True)
@@ -126,4 +128,4 @@ def widened(queue: list[Queued], lap: int) -> list[Queued]:
     for q in queue:
         before = max(before, q.before)
         befores.append(before)
-    return [Queued(q.event, a, b) for q, a, b in zip(queue, reversed(behinds), befores, strict=True)]
+    return [Queued(q.event, a, b, q.before) for q, a, b in zip(queue, reversed(behinds), befores, strict=True)]

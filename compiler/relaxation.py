@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from slidedp.compiler.detours import Detours, Inequality, Path, add
 from slidedp.compiler.eventgraph import EventGraph, Linear
+from slidedp.compiler.exchange import exchange
 from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.ops import Stream
@@ -22,9 +24,13 @@ from slidedp.compiler.queues import Queued, Queues
 from slidedp.compiler.search import interchange, period_of
 
 MAX_ROUNDS = 8
-QUEUES = (Stream.COMM,)
+TO_EXCHANGE = 0.25
+"""Share of the time, and of what is left of it behind the first round, in which exchange.py looks for better plans."""
+QUEUES = (Stream.COMM, Stream.D2H)
 """Streams that are known as queues, where the first plan keeps them busy for `WORTH_QUEUEING` of its step."""
 WORTH_QUEUEING = 0.25
+MAX_QUEUED = 250
+"""Tasks of a queue with which a round still finds a plan in its time."""
 ROUND_LIMIT = 3.0
 """Deterministic seconds of one round, and no more than half of what there is."""
 NEAR = 0.2
@@ -54,25 +60,41 @@ def tighten(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...],
     program, proposals = Relaxation(graph, rows, queued), list[tuple[int, ...]]()
     for selection in (graph.choices.default, best):
         program.learn(selection, bound)
-    for _ in range(rounds):
-        if period <= bound * (1 + gap) or work >= time_limit:
+    for number in range(rounds):
+        if period <= bound * (1 + gap) or work >= time_limit * (1 - TO_EXCHANGE * (number > 0)):
             break
         proposal, proven, took = program.propose(best, int(period / (1 + gap)), bound, gap, min(round_limit, time_limit - work))
         bound, work = max(bound, proven), work + took
-        if proposal is None and program.queues and bound * (1 + gap) < period:
-            program.queues = []  # no plan in time: easier to find without them, and what they prove is proven
-            continue
-        if proposal is None:
+        if proposal is not None:
+            learned = program.learn_timetable(proposal, bound)
+            learned = program.learn(proposal.selection, bound) or learned
+            proposals.append(proposal.selection)
+            found = period_of(graph, proposal.selection)
+            if found < period:
+                best, period = proposal.selection, found
+        elif program.queues and bound * (1 + gap) < period:
+            program.queues, learned = [], True  # no plan in time: easier to find without them, and what they prove is proven
+        else:
+            learned = number == 0  # a better plan to start from may help
+        if number == 0 and rounds > 1 and period > bound * (1 + gap):
+            best, period, took = exchange(graph, rows, best, period, int(bound * (1 + gap)), (time_limit - work) * TO_EXCHANGE)
+            work += took
+        if not learned:
             break
-        if not program.learn(proposal, bound):
-            break
-        proposals.append(proposal)
-        found = period_of(graph, proposal)
-        if found < period:
-            best, period = proposal, found
-    if queued and rounds > 1 and period > bound * (1 + gap):  # one round is a look at a hint
+    if rounds > 1 and period > bound * (1 + gap):  # one round is a look at a hint
         best, period = interchange(graph, rows, best, period, proposals)
+        best, period, took = exchange(graph, rows, best, period, int(bound * (1 + gap)), time_limit - work)
+        work += took
     return Bounded(best, period, min(bound, period), work)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a round proposes: a selection, when the GPU's ops start, a period."""
+
+    selection: tuple[int, ...]
+    starts: tuple[int, ...]
+    period: int
 
 
 @dataclass
@@ -88,12 +110,21 @@ class Relaxation:
         self.detours = Detours(self.graph)
         self.inequalities: list[Inequality] = list(self.detours.short())
         self.stalls = self.detours.stalls()
-        queues = Queues(self.detours)
-        self.queues: list[list[Queued]] = [queue for stream in self.queued if (queue := queues.on(stream))]
+        queues = map(Queues(self.detours).on, self.queued)
+        self.queues: list[list[Queued]] = [queue for queue in queues if 0 < len(queue) <= MAX_QUEUED]
 
     def learn(self, selection: Sequence[int], bound: int) -> bool:
         """Adds what `selection` waits for. False if all of that is known."""
         new = [p for p in self.detours.along(max_cycle_ratio(self.graph, selection).edges) if p not in self.known]
+        self.known.update(new)
+        found = [i for p in new for q in (p, *self.detours.twins(p)) if (i := self.detours.inequality(q, bound))]
+        self.inequalities += found
+        return bool(found)
+
+    def learn_timetable(self, proposal: Proposal, bound: int) -> bool:
+        """Adds what `proposal` would have to wait for at each of its times. False if all of that is known."""
+        missed = self.detours.missed(proposal.selection, proposal.starts, proposal.period)
+        new = [p for p in missed if p not in self.known]
         self.known.update(new)
         found = [i for p in new for q in (p, *self.detours.twins(p)) if (i := self.detours.inequality(q, bound))]
         self.inequalities += found
@@ -116,7 +147,7 @@ class Relaxation:
         return found
 
     def propose(self, hint: Sequence[int], horizon: int, bound: int, gap: float,
-                time_limit: float) -> tuple[tuple[int, ...] | None, int, float]:  # fmt: skip
+                time_limit: float) -> tuple[Proposal | None, int, float]:  # fmt: skip
         """(a selection with a period of `horizon` at most as far as is known, what is proven, deterministic seconds)."""
         from ortools.sat.python import cp_model
 
@@ -134,7 +165,7 @@ class Relaxation:
         proven = max(bound, int(solver.best_objective_bound))
         if status not in ("OPTIMAL", "FEASIBLE"):
             return None, proven, work
-        return tuple(next(o for o, b in enumerate(each) if int(solver.value(b))) for each in model.x), proven, work
+        return model.proposal(solver), proven, work
 
 
 class _Program:
@@ -228,12 +259,28 @@ class _Program:
                     self.m.add(done[k] >= end + q.behind // n * self.T + time)
                 if q is queue[-1] or queue[k + 1].before > q.before:
                     self.m.add(starts[q.before % n] + q.before // n * self.T >= done[k])
+                if q.due < q.before:
+                    slack = (q.before // n - q.due // n + 1) * self.horizon
+                    self.m.add(starts[q.due % n] + q.due // n * self.T + slack * self.idle(q.event) >= done[k])
+
+    def idle(self, event: int) -> Any:
+        """1 if `event` takes no time."""
+        busy = self.of.graph.events[event].busy
+        if len(busy.terms) != 1:
+            return 0 if not busy.terms and busy.const else 1
+        ((family, values),) = busy.terms
+        return sum(b for v, b in zip(values, self.x[family], strict=True) if busy.const + v <= 0)
 
     def hint(self, selection: Sequence[int]) -> None:
         for each, chosen in zip(self.x, selection, strict=True):
             for o, b in enumerate(each):
                 if not isinstance(b, int):
                     self.m.add_hint(b, int(o == chosen))
+
+    def proposal(self, solver: Any) -> Proposal:
+        selection = tuple(next(o for o, b in enumerate(each) if int(solver.value(b))) for each in self.x)
+        taken = [self.of.detours.busy(k).at(selection) + int(solver.value(gap)) for k, gap in enumerate(self.gaps)]
+        return Proposal(selection, tuple(accumulate(taken[:-1], initial=0))[: len(taken)], int(solver.value(self.T)))
 
 
 def beats(a: int, b: int, tables: set[tuple[int, ...]]) -> bool:

@@ -19,6 +19,7 @@ from slidedp.compiler.detours import Detours, always, tightened
 from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
+from slidedp.compiler.exchange import exchange
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.infeasible import fitting_start
 from slidedp.compiler.layergraph import LayerGraph
@@ -26,10 +27,10 @@ from slidedp.compiler.maxplus import is_period, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.ops import Op, Stream
 from slidedp.compiler.queues import Queued, Queues, widened
-from slidedp.compiler.relaxation import Relaxation, tighten
+from slidedp.compiler.relaxation import Proposal, Relaxation, tighten
 from slidedp.compiler.search import choose, feasible, interchange, partners_of, period_of
 from slidedp.compiler.solver import solve
-from slidedp.compiler.structured import StructuredSearch
+from slidedp.compiler.structured import StructuredSearch, search_structured
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null
@@ -72,7 +73,7 @@ def partners_of_choices(choices: Choices) -> Any:
 @pytest.mark.parametrize(("hw_name", "world_size"), [("h200x1", 1), ("a800x4-pcie", 4)])
 def test_all_that_is_known_of_waiting_holds_for_every_plan(hw_name: str, world_size: int) -> None:
     """For random plans and costs, at the times of their own shortest step: every detour, learned or short, twin, and stall."""
-    rng, binding, stalling, twins = random.Random(1), 0, 0, 0
+    rng, binding, stalling, twins, missed = random.Random(1), 0, 0, 0, 0
     for seed in range(4):
         layers = stack(5, 60_000_000, 90_000_000, world_size=world_size, tokens=60_000, width=2048)
         graph, choices = diced(layers, hw_name, seed)
@@ -81,6 +82,10 @@ def test_all_that_is_known_of_waiting_holds_for_every_plan(hw_name: str, world_s
         assert num_short
         for _ in range(4):
             relaxation.learn(any_selection(choices, rng), 0)
+            selection = any_selection(choices, rng)
+            period = period_of(graph, selection)
+            times = [start_times(graph, selection, period)[i] * 9 // 10 for i in relaxation.detours.chain]
+            missed += relaxation.learn_timetable(Proposal(selection, tuple(times), period * 9 // 10), 0)
         twins += len(relaxation.inequalities) - num_short - len(relaxation.known)
         chain = relaxation.detours.chain
         for _ in range(12):
@@ -101,6 +106,7 @@ def test_all_that_is_known_of_waiting_holds_for_every_plan(hw_name: str, world_s
     assert binding > 20
     assert stalling > 10
     assert twins > 0
+    assert missed > 4
 
 
 @pytest.mark.parametrize("slow", [Stream.COMM, Stream.H2D])
@@ -121,7 +127,7 @@ def test_queues_hold_for_every_plan(slow: Stream) -> None:
             begins = [times[i] + lap * period for lap in range(-3, 5) for i in chain]
             ends = [b + graph.events[i].busy.at(selection) for b, i in zip(begins, chain * 8, strict=True)]
             for queue in known:
-                around = [Queued(q.event, q.behind + lap * n, q.before + lap * n) for lap in (0, 1) for q in queue]
+                around = [Queued(q.event, q.behind + k, q.before + k, q.due + k) for k in (0, n) for q in queue]
                 for first in range(len(queue)):
                     busy = 0
                     for q in around[first : first + len(queue)]:
@@ -129,6 +135,8 @@ def test_queues_hold_for_every_plan(slow: Stream) -> None:
                         spare = begins[q.before + 3 * n] - ends[around[first].behind + 3 * n] - busy
                         assert spare >= 0
                         binding += busy > 0 == spare
+                        if graph.events[q.event].busy.at(selection):  # what takes time is done when it is due
+                            assert begins[q.due + 3 * n] - ends[around[first].behind + 3 * n] - busy >= 0
     assert num_tasks > 40
     assert binding > 20
 
@@ -191,7 +199,7 @@ def test_the_bound_is_near_where_offloads_would_stall(monkeypatch: pytest.Monkey
     assert solution.work <= 1.0
     assert sum(d.act == "recompute" for d in solution.decisions.groups.values()) > 2
     without = Relaxation(graph, rows)
-    without.stalls, without.inequalities = [], []
+    without.stalls, without.inequalities, without.queues = [], [], []
     _, sums_alone, _ = without.propose(solution.selection, solution.step_us, 0, 5e-3, 4.0)
     assert sums_alone < 0.97 * solution.step_us
     assert solve(graph, rows, gap=5e-3) == solution  # deterministic, work included
@@ -245,9 +253,9 @@ def test_queue_of_collectives() -> None:
 def test_windows_are_widened_until_they_are_in_order() -> None:
     """Around a step of ten ops: a later task's early begin counts for earlier ones, an earlier one's late end for later ones."""
     queue = [Queued(0, 3, 9), Queued(1, 2, 5), Queued(2, 12, 13)]
-    assert widened(queue, 10) == [Queued(0, 2, 9), Queued(1, 2, 9), Queued(2, 12, 13)]
-    assert widened([Queued(0, 0, 16), Queued(1, 1, 3)], 10) == [Queued(0, 0, 16), Queued(1, 1, 16)]
-    assert widened([Queued(0, 5, 7), Queued(1, 4, 18)], 10) == [Queued(0, 4, 8), Queued(1, 4, 18)]
+    assert widened(queue, 10) == [Queued(0, 2, 9, 9), Queued(1, 2, 9, 5), Queued(2, 12, 13, 13)]
+    assert widened([Queued(0, 0, 16), Queued(1, 1, 3)], 10) == [Queued(0, 0, 16, 16), Queued(1, 1, 16, 3)]
+    assert widened([Queued(0, 5, 7), Queued(1, 4, 18)], 10) == [Queued(0, 4, 8, 7), Queued(1, 4, 18, 18)]
     assert widened([], 10) == []
 
 
@@ -268,6 +276,21 @@ def tighten_once(graph: EventGraph, queued: tuple[Stream, ...], period: int) -> 
 
 
 # ---- better plans ----
+
+
+def test_exchange_makes_plans_shorter() -> None:
+    """From the rule's plan: what comes fits, keeps the links, is as long as it says, and is the same every time."""
+    layers, hw = stack(5, 60_000_000, 90_000_000, world_size=2, tokens=60_000, width=2048), load_profile("a800x4-pcie")
+    graph, choices = diced(layers, "a800x4-pcie", 0, slow=Stream.COMM)
+    rows = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
+    start = search_structured(graph, rows)
+    assert start is not None
+    best, period, work = exchange(graph, rows, *start, 0, 0.2)
+    assert period == period_of(graph, best) < start[1]
+    assert feasible(rows, best)
+    assert all((best[k.a] == k.a_option) == (best[k.b] == k.b_option) for k in choices.links)
+    assert exchange(graph, rows, *start, 0, 0.2) == (best, period, work)
+    assert exchange(graph, rows, *start, start[1], 0.2) == (*start, 0.0)
 
 
 def test_interchange_mixes_the_layers_of_plans() -> None:
