@@ -206,8 +206,6 @@ class Machine:
 
     def run(self, interpreter: Interpreter, step: Step) -> None:
         """Submit a step and return once its loss is known. The rest goes on under what the caller does next."""
-        self.backend.fence_caller()
-        step.send()
         facts = interpreter.facts
         if self.in_flight and self.in_flight.op_names != facts.op_names:
             self.synchronize()  # edges from the step before name its ops
@@ -219,6 +217,8 @@ class Machine:
         fresh = not interpreter.has_run
         self.failure.begin(step.number, step.turn, fresh=fresh)
         try:
+            self.backend.fence_caller()
+            step.send()
             interpreter.run(step, previous)
             self.when_drained(facts, step)
         except BaseException as e:
