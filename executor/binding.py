@@ -141,9 +141,11 @@ class Binding:
 
 
     def give_back(self) -> None:
-        """The model is the user's alone again. Idempotent."""
-        self.restore()
-        self.model.__dict__.pop(_OWNED, None)
+        """The model is the user's alone again, whatever becomes of buffers that come back from the device. Idempotent."""
+        try:
+            self.restore()
+        finally:
+            self.model.__dict__.pop(_OWNED, None)
 
 
 def refuse_owned(model: nn.Module) -> None:

@@ -205,12 +205,12 @@ class CudaBackend:
         self._clock.anchor()
 
     def close(self) -> None:
+        garbage.release(self)  # first: whatever follows fails on a device that has failed
         self._cap.lift()
         self._staging.clear()
         self._memory.close()
         torch.cuda.synchronize(self.device)
         free_workspaces()
-        garbage.release(self)
 
 
 class PinnedMemory:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -355,24 +355,29 @@ class Machine:
         """
         if self.closed:
             return
-        unreported = self.failure.unreported
         try:
             if self.streams.error is None:
                 self.synchronize()
                 self.warn_of_shortages(stacklevel=5)
                 self.exposure.show_resident()
         finally:
-            healthy = self.streams.error is None
-            failed_save = self.saves.end(healthy=healthy)
+            failed_save = self.saves.end(healthy=self.streams.error is None)
             self.streams.close()
-            self.backend.drain()  # a copy may still be under way, into memory that is about to go
+            try:
+                self.backend.drain()  # a copy may still be under way, into memory that is about to go
+            except RuntimeError as e:
+                self.failure.stop(e)
+            healthy = self.streams.error is None
+            on_device = nullcontext() if healthy else suppress(RuntimeError)  # one that has failed fails in every call
             self.closed = True
             if self.resident:
                 self.resident.close(rescue=not healthy)
                 self.resident = None
             self.exposure.show(self.last_ended())
-            self.binding.give_back()
-            self.backend.close()
+            with on_device:
+                self.binding.give_back()
+            with on_device:
+                self.backend.close()
             if healthy:
                 self.collectives.close()  # else they are the caller's: a start that has failed is tried again
             self.failure.watchdog.stop()
@@ -381,7 +386,7 @@ class Machine:
                 self.buffers.clear()
             self.interpreters.clear()
             self.runners.clear()
-        if unreported:
+        if self.failure.unreported:
             raise self.failure.cause()
         if failed_save is not None:
             raise failed_save
