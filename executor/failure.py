@@ -8,8 +8,9 @@ each rank raises one error that names its cause.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.hangs import Hangs
@@ -115,6 +116,20 @@ class Failure:
     def stop(self, error: BaseException) -> None:
         """Something outside the streams has failed: they stop too."""
         self.streams.abort(error)
+
+    def clear_frames(self) -> None:
+        """The errors no longer hold what our ops and waits worked on: slots, most of all. The user's frames stay as they are."""
+        todo, seen = [self._cause, self.streams.error], set[int]()
+        while todo:
+            error = todo.pop()
+            if error is None or id(error) in seen:
+                continue
+            seen.add(id(error))
+            todo += [error.__cause__, error.__context__]
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                if frame.f_globals.get("__name__", "").startswith("slidedp."):
+                    with suppress(RuntimeError):  # it still runs
+                        frame.clear()
 
     def cause(self, seen: BaseException | None = None) -> BaseException:
         """The error to raise, the same one from the first time on; tells the other ranks if it is ours."""

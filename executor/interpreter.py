@@ -61,6 +61,12 @@ class Interpreter:
         self.machine.last_published |= dict.fromkeys(facts.published, step.number)
         self.has_run = True
 
+    def clear(self) -> None:
+        """No step runs any more, and ops' closures are empty: errors keep the frames of ops, and a frame its function."""
+        for _, task, *_ in self.program:
+            for cell in getattr(task, "__closure__", None) or ():
+                del cell.cell_contents
+
     def gate(self, op: Op, expected: Sequence[tuple[int, int]]) -> Callable[[], bool] | None:
         """What an op also waits for, asked again and again: other ranks, or a save's buffer."""
         if op.kind is OpKind.SNAPSHOT:

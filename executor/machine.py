@@ -376,17 +376,24 @@ class Machine:
             self.exposure.show(self.last_ended())
             with on_device:
                 self.binding.give_back()
+            self.let_go()
             with on_device:
                 self.backend.close()
             if healthy:
                 self.collectives.close()  # else they are the caller's: a start that has failed is tried again
             self.failure.watchdog.stop()
             self.binding.release(self.state.close(agreed=healthy))
-            if hasattr(self, "buffers"):
-                self.buffers.clear()
-            self.interpreters.clear()
-            self.runners.clear()
         if self.failure.unreported:
             raise self.failure.cause()
         if failed_save is not None:
             raise failed_save
+
+    def let_go(self) -> None:
+        """Of all on the device. Plans, results of steps and errors may be kept for long after they have ended."""
+        if hasattr(self, "buffers"):
+            self.buffers.clear()
+        for interpreter in self.interpreters:
+            interpreter.clear()
+        self.interpreters.clear()
+        self.runners.clear()
+        self.failure.clear_frames()

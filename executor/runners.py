@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from slidedp.executor.backend import Backend
@@ -36,6 +37,10 @@ class Runners:
         return out
 
     def clear(self) -> None:
-        """Results of steps may be kept for long, and keep their runners: these let go of the slots."""
+        """Results of steps may be kept for long, and keep their runners: these let go of the slots, and of what a step that has
+        failed has left.
+        """
+        for runner in chain(*self._of.values()):
+            runner.clear()
         self._of.clear()
         self.slots.clear()

@@ -61,9 +61,10 @@ class StageRunner:
         self._surroundings = Surroundings(binding, backend)
         self._selections = Selections(trace.graph, binding.model, backend)
         self._slots = slots or GradientSlots(binding.groups)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Nothing is left of a step."""
         self._env: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
         self._graphs: dict[str, Graph] = {}
@@ -84,7 +85,7 @@ class StageRunner:
 
     def start(self, batch: Mapping[str, Tensor], training: bool = True) -> None:
         """Begins a step with a batch on the device. What an unfinished step left is dropped."""
-        self._clear()
+        self.clear()
         self._slots.start()
         self._training = training
         self._uses_left = Counter(self._num_uses)
@@ -228,7 +229,7 @@ class StageRunner:
         self._bind(weights)
         with torch.no_grad():
             (loss,) = self._call(program, [self._env[name] for name in program.inputs])
-        self._clear()
+        self.clear()
         return loss.detach()
 
     # ---- activations ("act.<stage>") and boundaries ("h.<stage>") to the host and back ----

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
+from itertools import chain
 
 import pytest
+import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
 from slidedp.executor.backend import CpuBackend
+from slidedp.executor.stages import StageRunner
 
 pytestmark = pytest.mark.cpu
 
@@ -55,3 +60,31 @@ def test_a_device_that_has_failed_keeps_nothing_of_the_host(monkeypatch, seen):
     assert not machine.state.master
     with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-3)) as plan:
         plan.run(lm_batch())
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_who_keeps_a_failed_plan_its_results_or_its_error_keeps_nothing_of_the_device(monkeypatch, stage):
+    """As one does who tries again with a smaller batch, and gives the new plan the name of the old one."""
+    made = []
+    plan = slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3), policy={"act": "retain"})
+    kept = [plan, plan.run(lm_batch())]
+    plan.synchronize()
+    buffers = plan._machine.buffers
+    made += [weakref.ref(t) for t in (*buffers._slots.values(), *chain(*buffers._leaves.values()))]
+    before = getattr(StageRunner, stage)
+
+    def fail(self, name, *args):
+        if name == "L01":
+            made.extend(weakref.ref(value) for value in self._env.values())
+            del args  # this frame is not the plan's
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return before(self, name, *args)
+
+    monkeypatch.setattr(StageRunner, stage, fail)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        kept.append((plan.run(lm_batch()), plan.synchronize()))
+    kept.append(raised.value)
+    assert len(made) > 10
+    plan.close()
+    gc.collect()
+    assert sum(tensor() is not None for tensor in made) == 0
