@@ -18,7 +18,7 @@ class AllocatorCap:
     """
 
     _parts: ClassVar[dict[int, dict[AllocatorCap, int]]] = {}  # by device: of the process, as the allocator is
-    _lock = threading.Lock()  # a plan may be closed in another thread than the one that opens the next
+    _lock = threading.RLock()  # plans are opened and closed in several threads, and by a collection here while it is held
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -206,11 +206,13 @@ class CudaBackend:
 
     def close(self) -> None:
         garbage.release(self)  # first: whatever follows fails on a device that has failed
-        self._cap.lift()
-        self._staging.clear()
-        self._memory.close()
-        torch.cuda.synchronize(self.device)
-        free_workspaces()
+        try:
+            self._staging.clear()
+            self._memory.close()
+            torch.cuda.synchronize(self.device)
+            free_workspaces()
+        finally:
+            self._cap.lift()  # last: until then this plan's memory is in use, and another one's step may be under way
 
 
 class PinnedMemory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -75,3 +77,20 @@ def test_the_users_own_configuration_stays(monkeypatch):
     allocator.set_expandable_segments(True)
     allocator.set_expandable_segments(False)
     assert told == ["expandable_segments:True", "expandable_segments:False"]
+
+
+def test_a_plan_may_be_collected_while_another_one_sets_its_part(limits, monkeypatch):
+    """Garbage is collected wherever something is allocated, and closes the plan in that thread if it is the main one."""
+    caps = [AllocatorCap(GPUS[0]) for _ in range(2)]
+    caps[0].set(20)
+
+    def collecting(device):
+        caps[0].lift()
+        return 0, TOTAL
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", collecting)
+    opening = threading.Thread(target=caps[1].set, args=[30], daemon=True)
+    opening.start()
+    opening.join(10)
+    assert not opening.is_alive()
+    assert limits[GPUS[0]] == 30 / TOTAL
