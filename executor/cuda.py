@@ -10,6 +10,7 @@ Sources: CUDA Runtime API, Event and Stream Management and `cudaHostRegister`; P
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -261,37 +262,45 @@ class PinnedMemory:
 
 
 class _StagingPool:
-    """Pinned buffers for batch tensors, each reused once the copy that last used it is done."""
+    """Pinned buffers for batch tensors, each reused once the copy that last used it is done.
+
+    The user's thread takes them and the GPU stream's, at once where a step has been interrupted and the next one begun.
+    """
 
     def __init__(self, device: torch.device, memory: PinnedMemory) -> None:
-        self._device, self._memory = device, memory
+        self._device, self._memory, self._lock = device, memory, threading.Lock()
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
         self._in_use: list[tuple[Tensor, torch.cuda.Event]] = []  # the user's device tensors that our stream still reads
 
     def to_device(self, value: Tensor) -> Tensor:
-        self._in_use = [(t, e) for t, e in self._in_use if not e.query()]
+        with self._lock:
+            self._in_use = [(t, e) for t, e in self._in_use if not e.query()]
         out = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         if value.numel() == 0:
             return out
         done = torch.cuda.Event()
         if value.is_cuda:
             out.copy_(value, non_blocking=True)
-            self._in_use.append((value, done))
+            done.record()  # before others see it: one that is not recorded counts as done
+            with self._lock:
+                self._in_use.append((value, done))
         else:
             buffer = self._take(value.nbytes)
             staged = buffer[: value.nbytes].view(value.dtype).view(value.shape)
             staged.copy_(value)
             out.copy_(staged, non_blocking=True)
-            self._buffers.append((buffer, done))
-        done.record()
+            done.record()
+            with self._lock:
+                self._buffers.append((buffer, done))
         return out
 
     def _take(self, num_bytes: int) -> Tensor:
-        """The smallest free buffer that fits, else a new one of that size."""
-        fitting = [i for i, (buffer, done) in enumerate(self._buffers) if buffer.numel() >= num_bytes and done.query()]
-        if not fitting:
-            return self._memory.allocate(num_bytes, torch.uint8)
-        return self._buffers.pop(min(fitting, key=lambda i: self._buffers[i][0].numel()))[0]
+        """The smallest free buffer that fits, else a new one: of a power of two, lest batches that grow leave one each."""
+        with self._lock:
+            fitting = [i for i, (buffer, done) in enumerate(self._buffers) if buffer.numel() >= num_bytes and done.query()]
+            if fitting:
+                return self._buffers.pop(min(fitting, key=lambda i: self._buffers[i][0].numel()))[0]
+        return self._memory.allocate(1 << (num_bytes - 1).bit_length(), torch.uint8)
 
     def clear(self) -> None:
         self._buffers.clear()
