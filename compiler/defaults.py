@@ -111,7 +111,9 @@ def with_fewest_away(graph: LayerGraph, decide: Callable[[int], Decisions], room
         return estimate_memory(graph, decide(num_away)).hbm_bytes <= room
 
     most = len(graph.layers)
-    return decide(1 + bisect_left(range(1, most), True, key=enough) if enough(most) else most)
+    if enough(0) or not enough(most):  # apart from the others: the first that goes needs places to come back to
+        return decide(0 if enough(0) else most)
+    return decide(1 + bisect_left(range(1, most), True, key=enough))
 
 
 def rule(

@@ -211,6 +211,16 @@ def test_as_many_boundaries_go_to_the_host_as_must() -> None:
     assert estimate_memory(graph, replace(chosen, groups=chosen.groups | {away[-1]: last})).hbm_bytes > room
 
 
+def test_no_boundary_goes_to_a_host_without_room_where_a_budget_has_just_room_for_all() -> None:
+    """More HBM than plans fill of their own accord, and no more than the budget."""
+    graph, hw = qwen3_4b(1), load_profile("h200x1")
+    smallest = default_decisions(graph, hw, policy={"act": "recompute", "window": 2, "boundary": "hbm", "source": "cast"})
+    need = estimate_memory(graph, smallest)
+    chosen = default_decisions(graph, hw, hbm_budget=need.hbm_bytes, host_budget=need.host_bytes)
+    assert not any(chosen.moves_boundary(stage) for stage in graph.layers)
+    assert estimate_memory(graph, chosen).host_bytes == need.host_bytes
+
+
 def test_boundaries_that_leave_the_host_no_room_for_shadows() -> None:
     graph, hw, policy = qwen3_4b(1, seq=800_000, world_size=4), load_profile("h200x4"), {"act": "recompute", "window": 2}
     plan = default_decisions(graph, hw, policy=policy)
