@@ -26,7 +26,7 @@ def check_batch(batch: Mapping[str, Tensor], trace: Trace | None = None) -> dict
     """`batch` as a dict of tensors; with `trace` also every index against the table that it indexes.
 
     Raises:
-        BatchError: not a mapping of tensors, empty, or an id outside its table.
+        BatchError: not a mapping of tensors, empty, differentiable, or an id outside its table.
     """
     if not isinstance(batch, Mapping):
         raise BatchError(f"a batch is a mapping of tensors, e.g. {{'input_ids': ..., 'labels': ...}}, or a sequence of "
@@ -36,6 +36,9 @@ def check_batch(batch: Mapping[str, Tensor], trace: Trace | None = None) -> dict
             raise BatchError(f"batch[{key!r}] is {type(value).__name__}, not a tensor")
         if value.layout is not torch.strided or value.device.type == "meta":
             raise BatchError(f"batch[{key!r}] is {value.layout} on {value.device}: give a dense tensor with values")
+        if value.requires_grad:
+            raise BatchError(f"batch[{key!r}] requires a gradient, and a step takes none of its batch: give "
+                             f"batch[{key!r}].detach(), or make what it comes from a part of the model")
         if value.numel() == 0:
             raise BatchError(f"batch[{key!r}] is empty (shape {tuple(value.shape)})")
     if not batch:

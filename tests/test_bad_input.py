@@ -50,9 +50,14 @@ def empty_tensor(batch):
     batch["input_ids"] = batch["input_ids"][:0]
 
 
+def differentiable(batch):
+    batch["embeddings"] = torch.zeros(2, 10, 8, requires_grad=True) * 2
+
+
 BAD_BATCHES = [
     (all_ignored, "no valid token"), (beyond_vocabulary, "9999"), (negative_id, "-1"), (label_beyond_classes, "128"),
     (unknown_key, "token_types"), (not_a_tensor, "labels"), (nothing_in_it, "empty"), (empty_tensor, "input_ids"),
+    (differentiable, "requires a gradient.*detach"),
 ]
 
 
