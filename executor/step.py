@@ -14,14 +14,18 @@ import numpy as np
 import torch
 
 from slidedp.executor.adam import NonFiniteGradient
+from slidedp.executor.backend import Sent
 
 if TYPE_CHECKING:
-    from slidedp.executor.backend import Sent
     from slidedp.executor.clipping import Clip
     from slidedp.executor.fallback import Fallback, Shortage
     from slidedp.executor.machine import Machine
     from slidedp.executor.stages import StageRunner
     from slidedp.executor.streams import Ticket
+
+
+MOST_AHEAD = 16 << 20
+"""Bytes of a step's batches that go ahead: two steps' then lie on the device, where no plan has counted them."""
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -93,10 +97,15 @@ class Step:
         return (lane.num_valid if self.loss_is_mean else 1) / self.num_valid_global
 
     def send(self) -> None:
-        """The batches set out for the device. Before anything is submitted."""
+        """The batches set out for the device, as many as there is room for. Before anything is submitted."""
+        room = MOST_AHEAD
         for lane in self.lanes:
-            lane.sent = {key: self.machine.backend.send(value) for key, value in lane.batch.items()}
-            lane.batch = {}
+            sent = {}
+            for key, value in lane.batch.items():
+                ahead = value.nbytes <= room
+                sent[key] = self.machine.backend.send(value) if ahead else Sent(value)
+                room -= value.nbytes * ahead
+            lane.sent, lane.batch = sent, {}
 
     def device_batch(self, lane: MicroBatch) -> dict[str, torch.Tensor]:
         return {key: self.machine.backend.receive(sent) for key, sent in lane.sent.items()}

@@ -18,6 +18,7 @@ from torch import nn
 from training import loss_of_output, state_of, train_plainly
 
 import slidedp
+from slidedp.executor.backend import CpuBackend, Sent
 from slidedp.executor.options import MachineOptions
 
 pytestmark = pytest.mark.cpu
@@ -60,6 +61,20 @@ def test_a_kept_result_keeps_no_batch():
         result = plan.run(lm_batch())
         plan.synchronize()
         assert [(lane.batch, lane.sent) for lane in result._step.lanes] == [({}, {})]
+
+
+def test_so_much_of_the_batches_goes_ahead_and_no_more(monkeypatch):
+    ahead = []
+    monkeypatch.setattr(CpuBackend, "send", lambda self, value: ahead.append(value.nbytes) or Sent(value))
+    batches = [lm_batch(seed=i, batch=rows) for i, rows in enumerate([2, 3, 2])]
+    sizes = [value.nbytes for batch in batches for value in batch.values()]
+    with compiled() as plan:
+        want = plan.evaluate(batches)
+        for room, gone in ((sum(sizes), sizes), (sum(sizes) - 1, sizes[:-1]), (sizes[0], sizes[:1]), (0, [])):
+            monkeypatch.setattr("slidedp.executor.step.MOST_AHEAD", room)
+            ahead.clear()
+            assert plan.evaluate(batches) == want
+            assert ahead == gone
 
 
 def test_exposed_time_is_that_of_all_compute_of_a_step(monkeypatch):
