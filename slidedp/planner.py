@@ -18,7 +18,7 @@ from slidedp.batch import Batches, micro_batches
 from slidedp.candidate import Candidate
 from slidedp.compiler.choices import pinned_fields
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, Rows
-from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks
+from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks, with_fewest_away
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows, in_lanes, recut
 from slidedp.compiler.measured import Measurement
@@ -245,8 +245,8 @@ class Planner:
         """The plan's `decisions` for a batch of another shape than they were made for, as far as nothing allocated depends on it.
 
         The logits are made in chunks of the same size. Where HBM has no room for what layers retain of a longer batch, those
-        from the first on recompute instead, as many as must; where it has none for the boundaries of many micro-batches, these
-        wait on the host. What the user pinned stays.
+        from the first on recompute instead, as many as must; where it has none for the boundaries of many micro-batches, those of
+        the first layers wait on the host, as many as must. What the user pinned stays.
         """
         policy = self.settings.policy
         if isinstance(policy, PlanFile):
@@ -264,9 +264,13 @@ class Planner:
                 decisions = replace(decisions, groups=decisions.groups | {name: less})
         if layers.num_lanes == 1 or estimate_memory(layers, decisions).hbm_bytes <= budget:
             return decisions
-        movable = [name for name in decisions.groups if "boundary" not in pinned[name]]
-        away = {name: replace(decisions.of(name), boundary=Boundary.HOST) for name in movable}
-        return replace(decisions, groups=decisions.groups | away)
+        movable = [name for stage in layers.layers for name in stage.groups[:1] if "boundary" not in pinned[name]]
+
+        def with_away(num: int) -> Decisions:
+            away = {name: replace(decisions.of(name), boundary=Boundary.HOST) for name in movable[:num]}
+            return replace(decisions, groups=decisions.groups | away)
+
+        return with_fewest_away(layers, with_away, budget)
 
     def alike(self, layers: LayerGraph, decisions: Decisions) -> Specialisation | None:
         """A lowered specialisation with the same stages, groups and decisions: another batch shape changes no op and no edge."""

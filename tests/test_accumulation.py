@@ -15,6 +15,7 @@ from training import Trained, assert_same_bits, by_parameter, log_gradients, nam
 
 import slidedp
 from slidedp.batch import BatchError
+from slidedp.compiler.decisions import Boundary
 from slidedp.compiler.ops import OpKind
 from slidedp.executor.options import MachineOptions
 
@@ -259,6 +260,9 @@ def test_many_micro_batches_after_one_put_their_boundaries_on_the_host():
         plan.run(steps[1])
         assert plan.memory().hbm_bytes <= budget
         assert plan.counters()["act_offload"]
+        away = [name for name, d in plan.decisions.groups.items() if d.boundary is Boundary.HOST]
+        assert away == [f"L{i:02}" for i in range(len(away))], "the first layers'"
+        assert 0 < len(away) < 8, "as many as must"
         with pytest.raises(ValueError, match="30 micro-batches of 120 x 10 do not fit"):
             plan.run([lm_batch(batch=4)] * 30)
 
