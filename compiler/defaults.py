@@ -85,8 +85,8 @@ def default_decisions(
     source = Source.SHADOW if fits_host else Source.CAST
     options = [(window, last, HEAD_ROWS[0]) for window, last in product(WINDOWS, (Activation.RETAIN, Activation.RECOMPUTE))]
     options.append((WINDOWS[-1], Activation.RECOMPUTE, HEAD_ROWS[1]))
-    every = [decide(source, *option) for option in options]
-    decisions = next((d for d in every if estimate_memory(graph, d).hbm_bytes <= room), None)
+    all_there = (decide(source, *option) for option in options)
+    decisions = next((d for d in all_there if estimate_memory(graph, d).hbm_bytes <= room), None)
     if decisions is None:
         limits = (room, host_room(host_budget)), (hbm_budget, host_budget)
         some_away = ((with_fewest_away(graph, partial(decide, origin, *option), hbm), hbm, host)

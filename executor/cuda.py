@@ -268,26 +268,21 @@ class _StagingPool:
     def __init__(self, device: torch.device, memory: PinnedMemory) -> None:
         self._device, self._memory, self._lock = device, memory, threading.Lock()
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
-        self._in_use: list[tuple[Tensor, torch.cuda.Event]] = []  # the user's device tensors that our stream still reads
 
     def to_device(self, value: Tensor) -> Tensor:
-        with self._lock:
-            self._in_use = [(t, e) for t, e in self._in_use if not e.query()]
+        """A copy, in the current stream. Whoever calls keeps `value` until it is done."""
         out = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         if value.numel() == 0:
             return out
-        done = torch.cuda.Event()
         if value.is_cuda:
             out.copy_(value, non_blocking=True)
-            done.record()  # before others see it: one that is not recorded counts as done
-            with self._lock:
-                self._in_use.append((value, done))
         else:
             buffer = self._take(value.nbytes)
             staged = buffer[: value.nbytes].view(value.dtype).view(value.shape)
             staged.copy_(value)
             out.copy_(staged, non_blocking=True)
-            done.record()
+            done = torch.cuda.Event()
+            done.record()  # before others see it: one that is not recorded counts as done
             with self._lock:
                 self._buffers.append((buffer, done))
         return out
@@ -302,7 +297,6 @@ class _StagingPool:
 
     def clear(self) -> None:
         self._buffers.clear()
-        self._in_use.clear()
 
 
 def _check(code: object, what: str) -> None:

@@ -4,13 +4,16 @@
     TINY        the shape of `--size tiny`
     timed       seconds of each of some steps
     pss_bytes   host memory of this process
+    full_collections    how long garbage collections hold up all Python threads
     thin        a model whose weights are one piece of noise: for shapes that the host cannot hold twice
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +59,25 @@ def peak_gib() -> dict[str, float]:
         return {}
     return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)}
+
+
+@contextmanager
+def full_collections() -> Iterator[list[float]]:
+    """Seconds of each full garbage collection in the block."""
+    pauses, began = list[float](), 0.0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal began
+        if info["generation"] == 2 and phase == "start":
+            began = time.perf_counter()
+        elif info["generation"] == 2:
+            pauses.append(time.perf_counter() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
 
 
 def pss_bytes() -> int:

@@ -9,6 +9,7 @@ SwiGLU) are used on both sides where installed. Host memory is the process's pro
 
 `bound_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
 the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
+`gc_s`: full garbage collections during the steps, in which no thread of Python's runs.
 `waits_s`: how long the GPU waits in a step, by what it waits for as predicted, in all as measured.
 
     python examples/benchmarks/throughput.py --size 4B --batch 16,64 state=host / state=host max_grad_norm=inf \
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 from copies import copy_gbps
-from device import DEVICE, peak_gib, pss_bytes, reset_peak, thin
+from device import DEVICE, full_collections, peak_gib, pss_bytes, reset_peak, thin
 from models import build, tokens
 from peers import compute_times, on
 
@@ -83,7 +84,8 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         plan.synchronize()
         print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
         reset_peak()  # without what planning took to measure the stages
-        results = [plan.run(tokens(batch, args.seq, args.size)) for _ in range(args.steps + 1)]
+        with full_collections() as pauses:
+            results = [plan.run(tokens(batch, args.seq, args.size)) for _ in range(args.steps + 1)]
         times = [r.wall_s for r in results][1:]
         step_s, predicted = statistics.median(times), plan.simulate()
         host_bytes = pss_bytes()
@@ -94,7 +96,8 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
         bound = max([reference_s or 0.0, *bounds.values()])
         over_first = step_s / first.setdefault(batch, step_s)
-        line = report("slidedp", args, batch, times, case=case, **peak, loss=round(results[-1].loss, 3),
+        line = report("slidedp", args, batch, times, case=case, **peak, gc_s=[round(p, 3) for p in pauses],
+               loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
                to_reference=round(reference_s / step_s, 3) if reference_s else None,
@@ -106,9 +109,10 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                copy_gbps=copy_gbps(plan, measured, predicted), over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
         if args.traces:
-            name = "-".join([f"batch{batch}", *(f"{key}.{value}" for key, value in case.items())])
+            args.traces.mkdir(parents=True, exist_ok=True)
+            number = len(list(args.traces.glob("*-measured.json")))
             for what, timeline in (("predicted", predicted), ("measured", measured)):
-                plan.write_trace(args.traces / f"{name}-{what}.json", timeline)
+                plan.write_trace(args.traces / f"{number:02}-batch{batch}-{what}.json", timeline)
     return line
 
 
@@ -146,7 +150,7 @@ def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=steps, help="measured steps; one more warms up")
     p.add_argument("--no-reference", dest="reference", action="store_false")
-    p.add_argument("--traces", type=Path, help="a folder for two traces of each plan, as predicted and as measured")
+    p.add_argument("--traces", type=Path, help="a folder for traces of each plan, predicted and measured, numbered as run")
     p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
 
 
