@@ -16,7 +16,7 @@ from tiny_models import family
 import slidedp
 from slidedp.metrics import Metrics, read_metrics, want_tensorboard
 from slidedp.packed_rows import Rows, prepare
-from slidedp.stopping import StopSignals
+from slidedp.stopping import SIGNALS, StopSignals
 from slidedp.train import require_documents_apart
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -73,6 +73,7 @@ def test_a_model_that_mixes_documents_is_refused():
 
 def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
     asked, left, now = [], [], [100.0]
+    before = [signal.getsignal(number) for number in SIGNALS]  # a shell has its background jobs ignore SIGINT
     monkeypatch.setattr("slidedp.stopping.time.monotonic", lambda: now[0])
     with StopSignals(quiet=True, leave=left.append) as signals:
         signals.save_on_stop(lambda: asked.append(True))
@@ -83,7 +84,7 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
         now[0] += 2
         os.kill(os.getpid(), signal.SIGINT)
         assert left == [130]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_before_there_is_anything_to_save_a_signal_ends_the_process():
