@@ -9,6 +9,7 @@
 // GIL. No thread in here ever takes the GIL and the mutex is held for microseconds, so the short calls are made with the GIL
 // held: giving it up would cost more than the call.
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -199,13 +200,9 @@ private:
 
     // The first update that may, with work to do; null if there is none.
     Task* begin() {
-        for (auto it = ready_.begin(); it != ready_.end();) {
+        for (auto it = first_free(); it != ready_.end(); it = first_free()) {
             Task* task = it->second;
-            if (!task->may_begin(ranks_.num_ranks, ranks_.loss_stride)) {
-                ++it;
-                continue;
-            }
-            it = ready_.erase(it);
+            ready_.erase(it);
             num_running_++;
             task->start_s = now_s();
             if (!task->loss_is_finite(ranks_.num_ranks, ranks_.loss_stride) || !std::isfinite(task->scale())) {
@@ -218,6 +215,18 @@ private:
             finish(task);
         }
         return nullptr;
+    }
+
+    // The first of those ready whose gates are open. A gate that opens during a look at them lets one through whose
+    // predecessors were held by it a moment ago: the second look sees them free.
+    std::map<std::pair<int64_t, int64_t>, Task*>::iterator first_free() {
+        auto look = [this] {
+            return std::find_if(ready_.begin(), ready_.end(), [this](const auto& entry) {
+                return entry.second->may_begin(ranks_.num_ranks, ranks_.loss_stride);
+            });
+        };
+        auto it = look();
+        return it == ready_.begin() || it == ready_.end() ? it : look();
     }
 
     void finish(Task* task) {
