@@ -138,6 +138,17 @@ class Contention:
             parts.append((resource, ranks * min(amount / self.capacity(resource), 1.0)))
         return Draw(tuple(parts), weight)
 
+    def lone_speed(self, op: Op, alone_us: int) -> float:
+        """How fast `op` runs if its rank runs nothing else, but all ranks run it: no slower in any company."""
+        return 1 / max([1.0, *(part for _, part in self.draw(op, alone_us).parts)])
+
+    @property
+    def shared(self) -> tuple[Resource, ...]:
+        """What ops of more than one stream draw on, compute aside."""
+        if self.world_size > 1 and not self.hw.gpu_link_gbps:
+            return tuple(r for r in Resource if r not in (Resource.GPU, Resource.GPU_LINK))
+        return Resource.DRAM, Resource.ROOT, Resource.CORES
+
     @property
     def cpu_weight(self) -> float:
         """Copies of one direction slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its

@@ -15,9 +15,10 @@ from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import OFF, ZERO, EventGraph, Linear
 from slidedp.compiler.eventparts import Parts, Point, Weights, owner
 from slidedp.compiler.eventupdates import add_shared_rates, add_updates
-from slidedp.compiler.layergraph import LayerGraph, StageKind
+from slidedp.compiler.layergraph import Group, LayerGraph, StageKind
 from slidedp.compiler.memory import num_window_slots
 from slidedp.compiler.ops import OpKind, Stream
+from slidedp.compiler.residency import is_resident
 
 FORWARD = {StageKind.PROLOGUE: OpKind.PROLOGUE, StageKind.LAYER: OpKind.FORWARD, StageKind.EPILOGUE: OpKind.EPILOGUE}
 
@@ -43,11 +44,11 @@ class Program:
     slots: dict[Weights, int]
 
 
-def build_event_graph(layers: LayerGraph, choices: Choices, costs: OptionCosts, *, shared_rates: bool = True) -> EventGraph:
+def build_event_graph(layers: LayerGraph, choices: Choices, costs: OptionCosts) -> EventGraph:
     """The event graph of training `layers`, with the slots of ``choices.defaults``.
 
-    `shared_rates`: a step also takes as long as all its traffic takes the host's memory, and all its host work the cores,
-    each a loop around one event. Without them every stream is alone, as in a simulation without contention.
+    With ``costs.contention`` a step also takes as long as all its work takes each resource that ops share, a loop around one
+    event. Without it every stream is alone, as in a simulation without contention.
     """
     parts = Parts(layers, choices, costs)
     phases = tuple(find_phases(layers, choices))
@@ -59,19 +60,23 @@ def build_event_graph(layers: LayerGraph, choices: Choices, costs: OptionCosts, 
     reuse_gradient_slots(parts, program)
     keep_order(parts)
     works = add_updates(parts, uses)
-    if shared_rates:
-        add_shared_rates(parts, uses)
+    add_shared_rates(parts, uses)
     return EventGraph(choices, tuple(parts.events), tuple(parts.edges), works)
 
 
 def find_phases(layers: LayerGraph, choices: Choices) -> Iterator[Phase]:
     """As passes/compute.py and the renaming of passes/slots.py: layers in the window at the turn are not delivered again."""
-    windowed = [g.name for g in layers.groups if layers.streams(g)]
+    open_state = {f.group for f in choices.families if f.name == "state"}
+
+    def streams(g: Group) -> bool:
+        return layers.streams(g) and (g.name in open_state or not is_resident(g, choices.defaults.of(g.name)))
+
+    windowed = [g.name for g in layers.groups if streams(g)]
     kept = set(windowed[len(windowed) - num_window_slots(layers, choices.defaults) :])
 
     def reads(i: int, use: str) -> tuple[Weights, ...]:
         groups = [layers.group(name) for name in layers.stages[i].groups]
-        return tuple(("step" if not layers.streams(g) else "fwd" if g.name in kept else use, g.name) for g in groups)
+        return tuple(("step" if not streams(g) else "fwd" if g.name in kept else use, g.name) for g in groups)
 
     def writes(i: int) -> tuple[str, ...]:
         return tuple(name for name in layers.stages[i].groups if layers.group(name).trainable)
@@ -151,13 +156,13 @@ def duration(parts: Parts, p: Phase) -> Linear:
 def update_on_gpu(parts: Parts, name: str, produced: Point, first_reader: str) -> None:
     """Collectives of resident state between the gradient and the next step's first reader, and the update's time of the GPU."""
     group, chunks = parts.layers.group(name), parts.choices.defaults.of(name).return_chunks
-    shared = parts.each(name, "state", lambda o: parts.costs.share_resident(group, chunks) if o["state"] == "hbm" else 0)
+    shared = parts.resident(name, sum(c.total_us for c in parts.costs.share_resident(group, chunks)))
     if shared != ZERO:
-        there = parts.each(name, "state", lambda o: 0 if o["state"] == "hbm" else OFF)
+        there = parts.resident(name, 0, OFF)
         done = parts.run(f"all_gather.resident.{name}", Stream.COMM, shared)
         parts.wait(done.event, produced + there, f"gradient of {name}")
         parts.wait(parts.ends[first_reader].event, done + there, f"resident weights of {name}", 1)
-    us = parts.each(name, "state", lambda o: parts.costs.gpu_update(group).total_us if o["state"] == "hbm" else 0)
+    us = parts.resident(name, parts.costs.gpu_update(group).total_us)
     if us != ZERO:
         parts.run(f"gpu_update.{name}", Stream.GPU, us)
 

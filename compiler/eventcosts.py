@@ -6,10 +6,11 @@ names, kinds, chunks and sizes of real ones, so it flips choices without knowing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slidedp.compiler.choices import Values
+from slidedp.compiler.contention import Contention, Resource, work_us
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind, cut_chunks
@@ -22,11 +23,14 @@ Lane = tuple[Stage, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A transfer, collective or host task in `num` chunks: microseconds of all, of one chunk, and the bytes of the ops."""
+    """A transfer, collective or host task in `num` chunks: microseconds of all, of one chunk.
+
+    `work_us`: for how long all of it keeps busy what is shared, if it has that to itself.
+    """
 
     total_us: int = 0
     num: int = 1
-    num_bytes: int = 0
+    work_us: Mapping[Resource, int] = field(default_factory=dict)
 
     @property
     def chunk_us(self) -> int:
@@ -38,13 +42,18 @@ NOTHING = Chunked()
 
 @dataclass(frozen=True)
 class OptionCosts:
-    """Durations of a layer graph's ops under any option. `scale`: factors by stream, which the loop of AutoPolicy corrects."""
+    """Durations of a layer graph's ops under any option.
+
+    `contention`: what ops share (:class:`~slidedp.compiler.contention.Contention`), so that none is faster than all ranks
+    together can be; None: nothing. `scale`: factors by stream, which the loop of AutoPolicy corrects.
+    """
 
     layers: LayerGraph
     hw: HardwareProfile
     costs: CostModel
+    contention: Contention | None = None
     scale: Mapping[Stream, float] = field(default_factory=dict)
-    _known: dict[tuple[object, ...], Chunked] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[object, ...], Chunked] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     # ---- weights ----
 
@@ -126,18 +135,18 @@ class OptionCosts:
         per_param = 24 + self.layers.grad_itemsize + self.layers.compute_itemsize
         op = Op(f"gpu_update.{group.name}.c0", OpKind.GPU_UPDATE, Stream.GPU, group.name, chunk,
                 bytes=group.num_trainable // self.layers.world_size * per_param)  # fmt: skip
-        return Chunked(self.op_us(op))
+        return self.one(op)
 
-    def share_resident(self, group: Group, num_chunks: int) -> int:
-        """Of the collectives of a group whose state is in HBM: its gradient's reduction, and the gathering of what is new."""
+    def share_resident(self, group: Group, num_chunks: int) -> tuple[Chunked, ...]:
+        """The collectives of a group whose state is in HBM: its gradient's reduction, and the gathering of what is new."""
         world, o = self.layers.world_size, {"return_chunks": num_chunks}
         if world == 1:
-            return 0
+            return ()
         reduce = self._return(OpKind.REDUCE, Stream.COMM, group, o,
                               lambda n: n // world * self.layers.grad_itemsize * (world - 1))  # fmt: skip
         gather = self._return(OpKind.ALL_GATHER, Stream.COMM, group, o,
                               lambda n: n // world * self.layers.compute_itemsize * (world - 1))  # fmt: skip
-        return reduce.total_us + gather.total_us
+        return reduce, gather
 
     def _return(self, kind: OpKind, stream: Stream, group: Group, o: Values, num_bytes: Callable[[int], int]) -> Chunked:
         op = Op(f"{kind}.{group.name}", kind, stream, group.name)
@@ -148,13 +157,12 @@ class OptionCosts:
         key = (op.name, num, num_bytes(numel))
         if key not in self._known:
             cut = cut_chunks(numel, num, self.layers.world_size)
-            each: dict[int, int] = {}
+            each: dict[int, Chunked] = {}
             for c, (lo, hi) in enumerate(cut):
                 if hi - lo not in each:
                     chunk = Chunk(c, len(cut), trainable)
-                    each[hi - lo] = self.op_us(replace(op, name=f"{op.name}.c{c}", chunk=chunk, bytes=num_bytes(hi - lo)))
-            total, moved = sum(each[hi - lo] for lo, hi in cut), sum(num_bytes(hi - lo) for lo, hi in cut)
-            self._known[key] = Chunked(total, max(len(cut), 1), moved)
+                    each[hi - lo] = self.one(replace(op, name=f"{op.name}.c{c}", chunk=chunk, bytes=num_bytes(hi - lo)))
+            self._known[key] = in_a_row([each[hi - lo] for lo, hi in cut])
         return self._known[key]
 
     # ---- compute and activations ----
@@ -178,23 +186,37 @@ class OptionCosts:
         name = f"bwd.{self.layers.stages[i].name}"
         return self._gpu(name, OpKind.BACKWARD, i, lambda lane: lane[i].boundary_bytes * (i > 0), 2)
 
-    def offload(self, i: int, kind: OpKind) -> int:
-        """`kind`: act_offload or act_reload, of everything that a layer keeps."""
+    def offload(self, i: int, kind: OpKind) -> Chunked:
+        """`kind`: act_offload or act_reload, of everything that a layer keeps. One chunk a micro-batch."""
         stream = Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D
         return self._in_lanes(f"{kind}.{self.layers.stages[i].name}", kind, stream, i, lambda lane: lane[i].activation_bytes, 0)
 
     def _gpu(self, name: str, kind: OpKind, i: int, num_bytes: Callable[[Lane], int], forwards: int = 1) -> int:
-        return self._in_lanes(name, kind, Stream.GPU, i, num_bytes, forwards)
+        return self._in_lanes(name, kind, Stream.GPU, i, num_bytes, forwards).total_us
 
-    def _in_lanes(self, name: str, kind: OpKind, stream: Stream, i: int, num_bytes: Callable[[Lane], int], forwards: int) -> int:
+    def _in_lanes(self, name: str, kind: OpKind, stream: Stream, i: int, num_bytes: Callable[[Lane], int],
+                  forwards: int) -> Chunked:  # fmt: skip
         """One op of stage `i` for each micro-batch. `forwards`: its flops are so many times those of a forward."""
-        total, num = 0, self.layers.num_lanes
-        for k, lane in enumerate(self.layers.each_lane):
-            total += self.op_us(Op(in_lane(name, k, num), kind, stream, lane[i].name, bytes=num_bytes(lane),
-                                   flops=forwards * lane[i].flops))
-        return total
+        num = self.layers.num_lanes
+        ops = [Op(in_lane(name, k, num), kind, stream, lane[i].name, bytes=num_bytes(lane), flops=forwards * lane[i].flops)
+               for k, lane in enumerate(self.layers.each_lane)]  # fmt: skip
+        return in_a_row([self.one(op) for op in ops])
 
-    def op_us(self, op: Op) -> int:
-        us = self.costs.duration_us(op, self.hw)
-        factor = self.scale.get(op.stream, 1.0)
-        return us if factor == 1.0 else round(us * factor)
+    def one(self, op: Op) -> Chunked:
+        """`op`, asked for once."""
+        us, work = self.costs.duration_us(op, self.hw), dict[Resource, int]()
+        if self.contention:
+            op = replace(op, bytes=self.costs.bytes(op, self.hw))
+            found = work_us([self.contention.draw(op, us)], [us])
+            work = {resource: round(found[resource]) for resource in self.contention.shared if resource in found}
+            us = round(us / self.contention.lone_speed(op, us))
+        return Chunked(round(us * self.scale.get(op.stream, 1.0)), 1, work)
+
+
+def in_a_row(ops: Sequence[Chunked]) -> Chunked:
+    """All of `ops`, one after the other."""
+    work: dict[Resource, int] = {}
+    for op in ops:
+        for resource, us in op.work_us.items():
+            work[resource] = work.get(resource, 0) + us
+    return Chunked(sum(op.total_us for op in ops), max(len(ops), 1), work)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slidedp.compiler.choices import Choices, Values
+from slidedp.compiler.decisions import StateHome
 from slidedp.compiler.eventcosts import NOTHING, Chunked, OptionCosts
 from slidedp.compiler.eventgraph import OFF, ZERO, Event, Linear, TimedEdge
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage
@@ -140,6 +141,12 @@ class Parts:
         options = self.options(group, family)
         return as_linear(self.families[group, family], [value(o) for o in options]) if options else ZERO
 
+    def resident(self, group: str, value: int, otherwise: int = 0) -> Linear:
+        """`value` if the state of `group` is in HBM."""
+        if (group, "state") in self.families:
+            return self.each(group, "state", lambda o: value if o["state"] == "hbm" else otherwise)
+        return Linear(value if self.choices.defaults.of(group).state is StateHome.HBM else otherwise)
+
     def transfer(self, group: str, family: str, costs: Callable[[Values], Chunked]) -> Transfer:
         return Transfer(self.families.get((group, family)), tuple(costs(o) for o in self.options(group, family)))
 
@@ -247,7 +254,7 @@ class Parts:
     def move_activations(self, i: int, kind: OpKind, after: Point) -> Point | None:
         """An offload or reload of stage `i`, if any option has one: when it has ended."""
         stage = self.layers.stages[i]
-        duration = self.each(owner(stage), "act", lambda o: self.costs.offload(i, kind) if o["act"] == "offload" else 0)
+        duration = self.each(owner(stage), "act", lambda o: self.costs.offload(i, kind).total_us if o["act"] == "offload" else 0)
         if duration == ZERO:
             return None
         end = self.run(f"{kind}.{stage.name}", Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D, duration)

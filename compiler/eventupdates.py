@@ -20,12 +20,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slidedp.compiler.choices import Values
+from slidedp.compiler.contention import Resource
 from slidedp.compiler.decisions import Update
-from slidedp.compiler.eventcosts import NOTHING, Chunked
+from slidedp.compiler.eventcosts import Chunked
 from slidedp.compiler.eventgraph import OFF, ZERO, Linear, Work
-from slidedp.compiler.eventparts import Delivered, Parts, Point, Returned, Weights
+from slidedp.compiler.eventparts import Delivered, Parts, Point, Returned, Weights, owner
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.ops import Stream
+from slidedp.compiler.ops import OpKind, Stream
+
+MOVES = OpKind.ACT_OFFLOAD, OpKind.ACT_RELOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,51 +140,56 @@ def _source(parts: Parts, name: str) -> str:
 
 
 def add_shared_rates(parts: Parts, uses: list[Weights]) -> None:
-    """For each resource that several streams, or all ranks, share: a step takes as long as all its work takes there.
+    """For each resource that ops of several streams draw on: a step is as long as all that work keeps it busy (contention.py)."""
+    for resource in parts.costs.contention.shared if parts.costs.contention else ():
 
-    `host memory`: the bytes of copies and host tasks of all ranks. `host cores`: casts, sums and updates, whose rates are
-    all those of a host with nothing else to do; a task's fixed cost is idle time, and not in it.
-    """
-    world, hw = parts.layers.world_size, parts.costs.hw
+        def us(*ops: Chunked, resource: Resource = resource) -> int:
+            return sum(op.work_us.get(resource, 0) for op in ops)
 
-    def memory_us(*transfers: Chunked) -> int:
-        return round(sum(t.num_bytes for t in transfers) * world / hw.host_dram_gbps / 1e3)
-
-    def cores_us(*transfers: Chunked) -> int:
-        return sum(max(0, t.total_us - round(t.num * hw.host_task_us)) for t in transfers if t is not NOTHING)
-
-    for name, us, copies in (("host memory", memory_us, True), ("host cores", cores_us, False)):
         total = ZERO
-        for use, group in uses:
-            total = total + parts.each(group, "weights", _delivering(parts, use, parts.layers.group(group), us, copies))
-        for group in parts.returns:
-            total = total + parts.each(group, "gradients", _returning(parts, parts.layers.group(group), us, copies))
-            total = total + parts.each(group, "weights", _shadowing(parts, parts.layers.group(group), us))
-        parts.wait(0, Point(0, total), name, 1)
+        for use, name in uses:
+            total = total + parts.each(name, "weights", _delivering(parts, use, parts.layers.group(name), us))
+        for name in parts.returns:
+            group = parts.layers.group(name)
+            total = total + parts.each(name, "gradients", _returning(parts, group, us))
+            total = total + parts.each(name, "weights", _shadowing(parts, group, us))
+            collectives = parts.costs.share_resident(group, parts.choices.defaults.of(name).return_chunks)
+            total = total + parts.resident(name, us(*collectives))
+        for i, stage in enumerate(parts.layers.stages):
+            total = total + parts.each(owner(stage), "act", _moving(parts, i, us))
+        if total != ZERO:
+            parts.wait(0, Point(0, total), str(resource), 1)
 
 
 Microseconds = Callable[..., int]
 
 
-def _delivering(parts: Parts, use: str, group: Group, us: Microseconds, copies: bool) -> Callable[[Values], int]:
+def _delivering(parts: Parts, use: str, group: Group, us: Microseconds) -> Callable[[Values], int]:
     c = parts.costs
-    return lambda o: us(c.cast(group, use, o), c.h2d(group, use, o) if copies else NOTHING)
+    return lambda o: us(c.cast(group, use, o), c.h2d(group, use, o), c.all_gather(group, use, o))
 
 
-def _returning(parts: Parts, group: Group, us: Microseconds, copies: bool) -> Callable[[Values], int]:
+def _returning(parts: Parts, group: Group, us: Microseconds) -> Callable[[Values], int]:
     c, source = parts.costs, _source(parts, group.name)
     split = parts.splits.get(group.name)
     times = 2 if split is not None and split.tied else 1
-
-    def cost(o: Values) -> int:
-        home = (c.d2h(group, o) if copies else NOTHING, c.host_reduce(group, o)) * times
-        return us(*home, c.update(group, o, source))
-
-    return cost
+    return lambda o: (times * us(c.reduce(group, o), c.d2h(group, o), c.host_reduce(group, o))
+                      + us(*_updates(parts, group, o, source)))  # fmt: skip
 
 
 def _shadowing(parts: Parts, group: Group, us: Microseconds) -> Callable[[Values], int]:
     """What another source than the rule's adds to the updates."""
-    c, typical = parts.costs, _typical(parts, group.name)
-    standard = us(c.update(group, typical, _source(parts, group.name)))
-    return lambda o: us(c.update(group, typical, str(o["source"]))) - standard if o else 0
+    typical = _typical(parts, group.name)
+    standard = us(*_updates(parts, group, typical, _source(parts, group.name)))
+    return lambda o: us(*_updates(parts, group, typical, str(o["source"]))) - standard if o else 0
+
+
+def _updates(parts: Parts, group: Group, o: Values, source: str) -> list[Chunked]:
+    """Of a table whose rows are split, those of its touched and of its other rows."""
+    split = parts.splits.get(group.name)
+    return [parts.costs.update(group, o, source, split, early=early) for early in ((False,) if split is None else (True, False))]
+
+
+def _moving(parts: Parts, i: int, us: Microseconds) -> Callable[[Values], int]:
+    c = parts.costs
+    return lambda o: us(*(c.offload(i, kind) for kind in MOVES)) if o["act"] == "offload" else 0

@@ -3,7 +3,8 @@
     frames      weight and gradient slots, from few to many, judged by the period of a good plan in each
     solve       compiler/solver.py: the shortest step of the event graph, with a proven bound
     simulate    the ops that the plan lowers to, chunk by chunk
-    correct     a stream that took longer than its durations say is given longer ones, by that factor; at most ROUNDS rounds
+    correct     streams that took longer than their durations say are given longer ones, as far as makes the steps equal; at most
+                ROUNDS rounds
     polish      the structured plan, its number of resident groups as simulated; kept unless another is faster by TOLERANCE
 
 The result is never slower than the rule's plan, in simulation: of the two the better one is kept. A step that the rule already
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slidedp.compiler.choices import Choices, find_choices, pinned_slots
+from slidedp.compiler.contention import Contention
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventbuild import build_event_graph
@@ -40,6 +42,8 @@ from slidedp.compiler.structured import StructuredSearch, search_structured
 
 TINY_STEP_US = 100_000
 ROUNDS = 3
+HALVINGS = 5
+"""Of a correction that goes too far, until it is about right."""
 CLOSED = 0.01
 """Solved and simulated step this near each other: nothing to correct."""
 WORTH = 1e-3
@@ -99,11 +103,12 @@ class Problem:
         return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs))
+        contention = Contention(self.hw, self.layers.world_size)
+        object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs, contention))
 
     def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
         """Unscaled graphs share what they asked the cost model."""
-        costs = OptionCosts(self.layers, self.hw, self.costs, dict(scale)) if scale else self._unscaled
+        costs = replace(self._unscaled, scale=dict(scale)) if scale else self._unscaled
         return build_event_graph(self.layers, choices, costs)
 
     def rows(self, choices: Choices) -> tuple[MemoryRow, ...]:
@@ -122,7 +127,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     """
     began = time.perf_counter()
     choices = choose_frame(problem, rule, hint)
-    rule_us, _ = judge(problem, rule)
+    rule_us = problem.simulate(rule).step_us
     best, best_us, first = rule, rule_us, None
     scale: dict[Stream, float] = {}
     num_rounds, left = 0, LIMIT
@@ -131,7 +136,8 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
                          proven=proven, gap=ASKED_GAP, time_limit=left, near=True)  # fmt: skip
         left -= solution.work
         first = first or solution
-        simulated_us, timeline = judge(problem, solution.decisions)
+        timeline = problem.simulate(solution.decisions)
+        simulated_us = timeline.step_us
         if simulated_us < best_us:
             best, best_us = solution.decisions, simulated_us
         if abs(solution.step_us / max(simulated_us, 1) - 1) <= CLOSED or not correct(scale, problem, choices, solution, timeline):
@@ -157,14 +163,14 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[Stream, float]) 
     if shape is None:
         return None
     best = choices.decode(search.selection(shape))
-    best_us, _ = judge(problem, best)
+    best_us = problem.simulate(best).step_us
     for step in POLISH:
         for change in (-step, step):
             trial = search.filled(replace(shape, resident=min(max(0, shape.resident + change), len(search.states))))
             if trial is None:
                 continue
             decisions = choices.decode(search.selection(trial))
-            us, _ = judge(problem, decisions)
+            us = problem.simulate(decisions).step_us
             if us < best_us * (1 - WORTH):
                 shape, best, best_us = trial, decisions, us
     return best, best_us
@@ -190,21 +196,28 @@ def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> C
     return best
 
 
-def judge(problem: Problem, decisions: Decisions) -> tuple[int, Timeline]:
-    """Microseconds a step: as simulated, and no less than what the host's memory and cores allow."""
-    timeline = problem.simulate(decisions)
-    fixed = problem.fixed(decisions)
-    graph = problem.graph(fixed)
-    loops = [w for e, w in zip(graph.edges, graph.weights(fixed.default), strict=True) if e.src == e.dst and e.distance == 1]
-    return max(timeline.step_us, *loops, 0), timeline
-
-
 def correct(scale: dict[Stream, float], problem: Problem, choices: Choices, solution: Solution, timeline: Timeline) -> bool:
-    """Brings the streams' durations to what was simulated. False if they are there already: the rest is the model's own."""
+    """Brings the streams' durations towards what was simulated. False if they are there already: the rest is the model's own.
+
+    As far as makes the event graph's step that of the simulation: a stream is also longer where it shares what the step is bound
+    by, and that is in the graph already.
+    """
     solved = problem.graph(choices, scale).busy_us(solution.selection)
-    changed = False
-    for stream, us in timeline.busy_us.items():
-        if solved.get(stream) and abs(us / solved[stream] - 1) > GAP:
-            scale[stream] = scale.get(stream, 1.0) * us / solved[stream]
-            changed = True
-    return changed
+    factors = {stream: us / solved[stream] for stream, us in timeline.busy_us.items()
+               if solved.get(stream) and abs(us / solved[stream] - 1) > GAP}  # fmt: skip
+    if not factors:
+        return False
+
+    def scaled(part: float) -> dict[Stream, float]:
+        return {**scale, **{stream: scale.get(stream, 1.0) * factor**part for stream, factor in factors.items()}}
+
+    def step_us(part: float) -> float:
+        return float(max_cycle_ratio(problem.graph(choices, scaled(part)), solution.selection).ratio)
+
+    low, high = 0.0, 1.0
+    if step_us(high) > timeline.step_us:
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if step_us(middle) > timeline.step_us else (middle, high)
+    scale.update(scaled(high))
+    return True

@@ -14,13 +14,15 @@ from stacks import stack
 from test_solver import Slow
 
 import slidedp
+from slidedp import autopolicy
 from slidedp import decide as deciding
-from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, judge
+from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny
 from slidedp.compiler.costs import WithFallback
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.eventgraph import EventGraph
 from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile import PlanFile
@@ -49,8 +51,8 @@ def plan(hw: str, world_size: int) -> AutoPlan:
 def test_never_slower_than_the_rule(hw: str, world_size: int) -> None:
     layers, s = big(world_size), settings(hw, world_size)
     chosen, problem = plan(hw, world_size), problem_of(layers, s)
-    rule_us, _ = judge(problem, default_decisions(layers, s.hw))
-    chosen_us, _ = judge(problem, chosen.decisions)
+    rule_us = problem.simulate(default_decisions(layers, s.hw)).step_us
+    chosen_us = problem.simulate(chosen.decisions).step_us
     record = chosen.record
     assert record is not None
     assert chosen_us <= rule_us
@@ -73,13 +75,11 @@ def test_the_rule_is_kept_when_the_solver_is_wrong(monkeypatch: pytest.MonkeyPat
     def wrong(graph: EventGraph, rows: object, **kw: Any) -> Any:
         return replace(solved, decisions=bad)
 
-    import slidedp.autopolicy as autopolicy
-
     problem = problem_of(layers, s)
     choices = problem.choices(rule)
     solved = autopolicy.solve(problem.graph(choices), problem.rows(choices))
     monkeypatch.setattr(autopolicy, "solve", wrong)
-    monkeypatch.setattr(autopolicy, "polished", lambda *args: (bad, judge(problem, bad)[0]))
+    monkeypatch.setattr(autopolicy, "polished", lambda *args: (bad, problem.simulate(bad).step_us))
     kept = decide(layers, s)
     assert kept.decisions == rule
     assert kept.record is not None
@@ -181,19 +181,31 @@ def test_correction_scales_the_streams_that_took_longer() -> None:
     problem = problem_of(layers, s)
     rule = default_decisions(layers, s.hw, policy={"state": "host"})
     choices = problem.choices(rule)
-    import slidedp.autopolicy as autopolicy
-
     solution = autopolicy.solve(problem.graph(choices), problem.rows(choices))
     busy = problem.graph(choices).busy_us(solution.selection)
     scale: dict[Stream, float] = {}
     same = Timeline(0, (), busy, ())
     assert not correct(scale, problem, choices, solution, same)
-    slower = Timeline(0, (), busy | {Stream.CPU: 2 * busy[Stream.CPU]}, ())
+    slower = Timeline(10**9, (), busy | {Stream.CPU: 2 * busy[Stream.CPU]}, ())
     assert correct(scale, problem, choices, solution, slower)
     assert scale == {Stream.CPU: 2.0}
     scaled = problem.graph(choices, scale).busy_us(solution.selection)
     assert scaled[Stream.CPU] == pytest.approx(2 * busy[Stream.CPU], rel=1e-3)
     assert not correct(scale, problem, choices, solution, replace(slower, busy_us=scaled))
+
+
+def test_correction_goes_no_further_than_the_simulated_step() -> None:
+    """An update that takes twice as long, in a step that takes a tenth longer: most of it must have been under other work."""
+    layers, s = big(), settings(policy={"state": "host"})
+    problem = problem_of(layers, s)
+    choices = problem.choices(default_decisions(layers, s.hw, policy={"state": "host"}))
+    solution = autopolicy.solve(problem.graph(choices), problem.rows(choices))
+    busy = problem.graph(choices).busy_us(solution.selection)
+    step_us = round(1.1 * solution.step_us)
+    scale: dict[Stream, float] = {}
+    assert correct(scale, problem, choices, solution, Timeline(step_us, (), busy | {Stream.CPU: 2 * busy[Stream.CPU]}, ()))
+    assert 1 < scale[Stream.CPU] < 2
+    assert max_cycle_ratio(problem.graph(choices, scale), solution.selection).ratio == pytest.approx(step_us, rel=0.02)
 
 
 def test_contention_in_the_simulation_is_corrected_for(monkeypatch: pytest.MonkeyPatch) -> None:

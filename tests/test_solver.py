@@ -14,6 +14,7 @@ from stacks import stack
 from test_eventgraph import PLAIN, by_hand, costs_of, medium
 
 from slidedp.compiler.choices import Choices, find_choices
+from slidedp.compiler.contention import Contention
 from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
 from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.decisions import Decisions
@@ -44,7 +45,7 @@ def problem(layers: LayerGraph, hw: HardwareProfile, *, user: CostModel | None =
     costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), user)
     policy = {**PLAIN, **(policy or {})}
     choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, chunk_counts=chunk_counts)
-    graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
+    graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs, Contention(hw, layers.world_size)))
     return graph, memory_rows(layers, choices, hbm_budget or hw.hbm_bytes, host_budget or hw.host_bytes)
 
 
@@ -221,9 +222,9 @@ FLIPS: list[tuple[str, dict[str, float], str, str, OpKind, float, str]] = [
     ("h200x4", {}, "reduction", "gpu", OpKind.REDUCE, 800, "cpu"),
     ("h200x4", {"gpu_link_gbps": 0.5, "host_dram_gbps": 2000, "d2h_all_gbps": 400, "duplex_gbps": 400},
      "reduction", "cpu", OpKind.HOST_REDUCE, 3000, "gpu"),
-    ("h200x1", {}, "source", "shadow", OpKind.HOST_CAST, 0, "cast"),
+    ("h200x1", {"cast_gbps": 6}, "source", "shadow", OpKind.HOST_CAST, 0, "cast"),
     ("h200x1", {"cast_gbps": 1000, "cast_total_gbps": 1000, "host_dram_gbps": 1000}, "source", "cast",
-     OpKind.HOST_CAST, 100, "shadow"),
+     OpKind.HOST_CAST, 400, "shadow"),
 ]  # fmt: skip
 
 

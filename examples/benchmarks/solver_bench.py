@@ -19,7 +19,7 @@ from dataclasses import replace
 from slidedp.autopolicy import ASKED_GAP, LIMIT
 from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.choices import find_choices
-from slidedp.compiler.costs import AnalyticCostModel, WithFallback
+from slidedp.compiler.contention import Contention
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.eventbuild import build_event_graph
 from slidedp.compiler.eventcosts import OptionCosts
@@ -27,6 +27,7 @@ from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Stage, StageKind, aligned
 from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memoryrows import memory_rows
+from slidedp.compiler.predict import cost_model_of
 from slidedp.compiler.solver import Solution, import_cp_model, solve
 from slidedp.hardware import load_profile
 
@@ -60,8 +61,8 @@ def run(num_layers: int, hw: HardwareProfile, batch: int, hbm_budget: int | None
     layers = stack(num_layers, batch, hw.num_gpus)
     clock, process = time.perf_counter(), time.process_time()
     choices = find_choices(layers, default_decisions(layers, hw, hbm_budget=hbm_budget))
-    costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype))
-    graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs))
+    costs = OptionCosts(layers, hw, cost_model_of(layers), Contention(hw, layers.world_size))
+    graph = build_event_graph(layers, choices, costs)
     rows = memory_rows(layers, choices, room_to_fill(hw, hbm_budget), hw.host_bytes)
     hint, proven = (earlier.decisions, earlier.proven) if earlier else (None, None)
     solution = solve(graph, rows, hint=hint, proven=proven, gap=ASKED_GAP, time_limit=limit, near=True)
