@@ -91,6 +91,7 @@ class Machine:
         self.word_of: dict[str, int] = {}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
+        self.cut_short: list[Step] = []  # steps in which something has failed: their batches stay until the device is done
         self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
@@ -258,7 +259,10 @@ class Machine:
                 left -= 1
                 last = left == 0
             if last:
-                step.release()
+                if self.streams.error is None:
+                    step.release()
+                else:
+                    self.cut_short.append(step)
                 if step.grad_norms is not None and self.resident:
                     with step.says_what_moved():
                         self.resident.adam.require_finite(step.grad_norms, step.number)
@@ -396,4 +400,6 @@ class Machine:
             interpreter.clear()
         self.interpreters.clear()
         self.runners.clear()
+        for step in filter(None, (*self.cut_short, self.in_flight)):
+            step.release()
         self.failure.clear_frames()

@@ -12,16 +12,17 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
-from slidedp.executor.backend import CpuBackend
+from slidedp.executor.backend import CpuBackend, Sent
 from slidedp.executor.stages import StageRunner
 
 pytestmark = pytest.mark.cpu
 
 
-def failing(monkeypatch, method: str) -> None:
-    def fail(self, *args):
-        raise RuntimeError("CUDA error: device-side assert triggered")
+def fail(*args):
+    raise RuntimeError("CUDA error: device-side assert triggered")
 
+
+def failing(monkeypatch, method: str) -> None:
     monkeypatch.setattr(CpuBackend, method, fail)
 
 
@@ -60,6 +61,43 @@ def test_a_device_that_has_failed_keeps_nothing_of_the_host(monkeypatch, seen):
     assert not machine.state.master
     with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-3)) as plan:
         plan.run(lm_batch())
+
+
+@pytest.mark.parametrize("fails", ["send", "receive", "loss"])
+def test_a_batch_stays_on_the_device_until_what_is_under_way_there_has_ended(monkeypatch, fails):
+    """What the device still reads may be given to nobody else; once the plan is closed it is, whoever keeps the result."""
+    there, armed = [], []
+
+    def send(self, value):
+        if fails == "send" and len(there) == 7:
+            raise RuntimeError("no pinned memory")
+        copy = value.clone()
+        there.append(weakref.ref(copy))
+        return Sent(value, copy)
+
+    def receive(self, sent):
+        if fails == "receive" and armed:
+            del sent  # this frame is not the plan's
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return sent.there
+
+    monkeypatch.setattr(CpuBackend, "send", send)
+    monkeypatch.setattr(CpuBackend, "receive", receive)
+    plan = slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3))
+    kept = [plan.run([lm_batch(), lm_batch()])]
+    plan.synchronize()
+    assert [tensor() for tensor in there] == [None] * 4
+    armed.append(True)
+    if fails == "loss":
+        monkeypatch.setattr(StageRunner, "epilogue", fail)
+    with pytest.raises(RuntimeError, match=r"pinned|assert"):
+        kept.append(plan.run([lm_batch(), lm_batch()]))
+    kept.append(plan)
+    assert len(there) > 6
+    assert all(tensor() is not None for tensor in there[4:])
+    plan.close()
+    gc.collect()
+    assert [tensor() for tensor in there if tensor() is not None] == []
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
