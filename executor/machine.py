@@ -349,7 +349,8 @@ class Machine:
         self.words.abort(self.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
         if hasattr(self, "streams"):
             self.streams.close()
-        self.backend.close()
+        with suppress(RuntimeError):  # the device may be what has failed
+            self.backend.close()
         self.state.close(keep_master=False)
 
     def close(self) -> None:
@@ -367,6 +368,8 @@ class Machine:
         finally:
             failed_save = self.saves.end(healthy=self.streams.error is None)
             self.streams.close()
+            if self.in_flight is not None and self.streams.error is not None:
+                self.collectives.abort()  # the device would wait for other ranks, which have left the step
             try:
                 self.backend.drain()  # a copy may still be under way, into memory that is about to go
             except RuntimeError as e:

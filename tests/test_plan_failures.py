@@ -13,12 +13,13 @@ from tiny_models import PlainGPT, lm_batch
 
 import slidedp
 from slidedp.executor.backend import CpuBackend, Sent
+from slidedp.executor.collectives import SingleRank
 from slidedp.executor.stages import StageRunner
 
 pytestmark = pytest.mark.cpu
 
 
-def fail(*args):
+def fail(*args, **options):
     raise RuntimeError("CUDA error: device-side assert triggered")
 
 
@@ -61,6 +62,29 @@ def test_a_device_that_has_failed_keeps_nothing_of_the_host(monkeypatch, seen):
     assert not machine.state.master
     with slidedp.compile(model, optimizer=slidedp.AdamW(lr=1e-3)) as plan:
         plan.run(lm_batch())
+
+
+@pytest.mark.parametrize("when", ["in its start", "in a step", "never"])
+def test_collectives_that_a_failed_step_has_under_way_end_before_the_device_is_waited_for(monkeypatch, when):
+    """A kernel of theirs waits for the other ranks, who have left the step. Of a start that has failed nothing is under way, and
+    the process groups serve the next one."""
+    said = []
+    monkeypatch.setattr(SingleRank, "abort", lambda self: said.append("abort"))
+    monkeypatch.setattr(CpuBackend, "drain", lambda self: said.append("drain"))
+    plan = slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3))
+    with monkeypatch.context() as patch:
+        if when == "in its start":
+            patch.setattr("slidedp.executor.machine.CpuAdam", fail)
+        elif when == "in a step":
+            patch.setattr(StageRunner, "forward", fail)
+        with nullcontext() if when == "never" else pytest.raises(RuntimeError, match="device-side assert"):
+            plan.run(lm_batch())
+    if when == "in its start":
+        assert said == ["drain"]
+        plan.run(lm_batch())
+        said.clear()
+    plan.close()
+    assert said == (["abort", "drain"] if when == "in a step" else ["drain"])
 
 
 @pytest.mark.parametrize("fails", ["send", "receive", "loss"])
