@@ -92,6 +92,7 @@ class CudaBackend:
         if self.device.index >= torch.cuda.device_count():
             raise ValueError(f"device: {self.device} does not exist, this process sees {torch.cuda.device_count()}")
         torch.cuda.init()
+        garbage.collect_abandoned()
         self._cap = AllocatorCap(self.device)
         self._clock = Clock(self.device)
         self._memory = PinnedMemory(self.device)
