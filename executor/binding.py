@@ -27,7 +27,8 @@ _OWNED = "_slidedp_owned"
 class Masters(Protocol):
     """What `adopt` needs of the host state (executor/host_state.py)."""
 
-    master: Mapping[str, Tensor]
+    @property
+    def master(self) -> Mapping[str, Tensor]: ...
 
     def load(self, values: Mapping[str, Tensor]) -> None: ...
 
@@ -205,7 +206,8 @@ class BufferStore:
     def get(self, name: str) -> Tensor:
         """What the module holds now: a forward may have put a new tensor there."""
         container, key = self._places[name][0]
-        return container[key]
+        buffer: Tensor = container[key]
+        return buffer
 
     def set(self, name: str, value: Tensor) -> None:
         _set(self._places[name], value)

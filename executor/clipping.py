@@ -91,7 +91,8 @@ class Clipping:
         """The norm of the parameters' `norms`, which stand group by group, less of those that have had no gradient."""
         places, flags = order
         present = self._words.any_present(step, 0, len(self._state.param_index))[flags]
-        return torch.linalg.vector_norm(norms[torch.from_numpy(places[present])], 2.0)
+        total: Tensor = torch.linalg.vector_norm(norms[torch.from_numpy(places[present])], 2.0)
+        return total
 
     # ---- several ranks ----
 

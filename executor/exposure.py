@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slidedp.executor.streams import Aborted
+from slidedp.executor.tickets import Aborted
 from slidedp.executor.words import PeerError
 
 if TYPE_CHECKING:

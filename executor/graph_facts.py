@@ -64,7 +64,9 @@ class GraphFacts:
 
 def waits(graph: OpGraph, op: Op) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Edge, ...]]:
     """Ops of this step and of the one before whose tickets to wait for, and edges that other ranks must signal."""
-    same, before, across = [], [], []
+    same: list[str] = []
+    before: list[str] = []
+    across: list[Edge] = []
     for edge in graph.edges_into[op.name]:
         if edge.all_ranks:
             across.append(edge)

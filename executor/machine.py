@@ -35,7 +35,7 @@ from slidedp.compiler.rows import find_splits
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend, open_backend
 from slidedp.executor.binding import Binding, share_buffers
-from slidedp.executor.buffers import may_come_later
+from slidedp.executor.buffers import Buffers, may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.exposure import Exposure
@@ -52,8 +52,8 @@ from slidedp.executor.runners import Runners
 from slidedp.executor.saving import Saves
 from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import Updates
-from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.switching import DRAINED, FIRST_OP_WORD, Lowered, equip
+from slidedp.executor.tickets import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
 from slidedp.executor.words import AbortReason, Board, PeerError
 
@@ -94,6 +94,7 @@ class Machine:
         self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
+        self.buffers: Buffers  # by `equip` (switching.py), as is `resident`
         self.resident: ResidentState | None = None
         self.registered: dict[int, Tensor] = {}  # host memory that the device copies from and to, by address
         if self.world_size > 1:

@@ -30,10 +30,9 @@ from torch import Tensor
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import Group, cut_chunks, shard
 from slidedp.executor.checkpoint_files import CheckpointError
-from slidedp.executor.checkpoint_moments import MOMENTS
 from slidedp.executor.host_state import HostState
 from slidedp.executor.resident import ResidentState
-from slidedp.executor.state_layout import Buffer
+from slidedp.executor.state_layout import MOMENTS, Buffer
 from slidedp.executor.tickets import Ticket
 
 BYTES_PER_ELEMENT = 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -30,7 +30,7 @@ class Graph:
 
     `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it. `keeping`:
     results that a selective recompute need not compute again. `act`: what becomes of what it saved; `moves`: it goes to the
-    host. `spent`: a backward that has failed has used it up, and another must be made.
+    host. `spent`: a backward that has failed has used it up, and another must be made. `names`: of the outputs, spent or not.
     """
 
     inputs: Mapping[str, GradientEdge | Tensor]
@@ -41,6 +41,14 @@ class Graph:
     act: Activation = Activation.RECOMPUTE
     moves: bool = False
     spent: bool = False
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.outputs)
+
+    def spend(self) -> None:
+        """A backward has failed: autograd may have freed some of what was saved, so nothing of it can be used again."""
+        self.spent, self.inputs, self.outputs, self.saved, self.keeping = True, {}, {}, None, None
 
     def kept(self) -> list[Tensor]:
         """What it keeps alive now, beside weights and inputs."""

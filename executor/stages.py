@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ class StageRunner:
         that has not been recomputed, and has to be, is first.
         """
         graph = self._graphs.get(stage) if has_tokens else None
-        if graph is None or not any(name in self._grads for name in graph.outputs):
+        if graph is None or not any(name in self._grads for name in graph.names):
             self._end(stage)
             return self._slots.write_none(slots)
         graph = self._whole(stage, graph, weights)
@@ -168,8 +168,7 @@ class StageRunner:
         try:
             found = self._differentiate(graph, [graph.outputs[n] for n in outputs], [self._grads[n] for n in outputs], slots)
         except BaseException:
-            graph.spent, graph.inputs, graph.outputs = True, {}, dict.fromkeys(graph.outputs)
-            graph.saved, graph.keeping = None, None
+            graph.spend()
             raise
         self._end(stage)
         return self._commit(found, slots)
@@ -341,7 +340,9 @@ class StageRunner:
                 seeds.append(self._grads[name])
         params = {group: [w for w in graph.weights[group] if w.requires_grad] for group in slots}
         sources = [*graph.inputs.values(), *(w for ws in params.values() for w in ws)]
-        found = iter(torch.autograd.grad(outputs, sources, seeds, allow_unused=True) if sources else ())
+        # torch takes edges and tensors side by side, which its annotation does not say
+        ends, starts = cast(list[Tensor], outputs), cast(list[Tensor], sources)
+        found = iter(torch.autograd.grad(ends, starts, seeds, allow_unused=True) if sources else ())
         of_inputs = {}
         for name, grad in zip(graph.inputs, found, strict=False):
             if grad is not None:

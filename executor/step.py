@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slidedp.executor.fallback import Fallback, Shortage
     from slidedp.executor.machine import Machine
     from slidedp.executor.stages import StageRunner
-    from slidedp.executor.streams import Ticket
+    from slidedp.executor.tickets import Ticket
 
 
 MOST_AHEAD = 16 << 20

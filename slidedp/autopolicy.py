@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidedp.compiler.choices import Choices, find_choices, pinned_slots
@@ -88,6 +88,10 @@ class Problem:
     hbm_budget: int
     host_budget: int
     policy: Mapping[str, Any] | None = None
+    _unscaled: OptionCosts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs))
 
     def choices(self, rule: Decisions) -> Choices:
         return find_choices(self.layers, rule, self.policy)
@@ -97,9 +101,6 @@ class Problem:
         choices = self.choices(decisions)
         selected = zip(choices.families, choices.encode(decisions), strict=True)
         return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs))
 
     def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
         """Unscaled graphs share what they asked the cost model."""

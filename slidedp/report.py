@@ -178,9 +178,9 @@ def decision_table(plan: PlanFile) -> Iterator[str]:
     decisions, groups = plan.decisions.groups, plan.layers.group_by_name
     rows = [(name, describe_decision(groups[name], d)) for name, d in decisions.items()]
     away = [key for key, default in RESIDENCE.items() if any(row[key] not in (default, "-") for _, row in rows)]
-    rows = [(name, tuple(v for key, v in row.items() if key not in RESIDENCE or key in away)) for name, row in rows]
+    shown = [(name, tuple(v for key, v in row.items() if key not in RESIDENCE or key in away)) for name, row in rows]
     headings = (*HEADINGS, *away)
-    table = [("", *headings), *((name, *map(str, row)) for name, row in runs(rows))]
+    table = [("", *headings), *((name, *map(str, row)) for name, row in runs(shown))]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     for row in table:
         yield "  " + "  ".join(f"{cell:>{w}}" if headings[i - 1] == "chunks" and i else f"{cell:<{w}}"
