@@ -155,7 +155,7 @@ class Closures:
 
         def task(step: Step) -> None:
             for value, of in left:
-                step.lanes[of].runner.leave(value, poisoned=poisoned)
+                step.lanes[of].runner.values.leave(value, poisoned=poisoned)
             runner, fallback = step.lanes[lane].runner, step.fallback
 
             def attempt() -> None:
@@ -170,7 +170,7 @@ class Closures:
         copy = self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_offload", step.lanes[lane].runner.offload(value, buffer, copy))
+            step.count("act_offload", step.lanes[lane].runner.values.offload(value, buffer, copy))
 
         return task
 
@@ -179,7 +179,7 @@ class Closures:
         (value, lane), copy = split_lane(op.writes[0].value.removeprefix("back.")), self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_reload", step.lanes[lane].runner.reload(value, buffer, slot, copy))
+            step.count("act_reload", step.lanes[lane].runner.values.reload(value, buffer, slot, copy))
 
         return task
 

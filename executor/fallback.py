@@ -117,11 +117,11 @@ class Fallback:
         dropped: Layers = {}
         freed = 0
         for (lane, layer), size in [item for item in self._held(step).items() if item[0] != here][:num]:
-            dropped[lane, layer] = step.lanes[lane].runner.drop(layer)
+            dropped[lane, layer] = step.lanes[lane].runner.values.drop(layer)
             freed += size
         for lane, layer in () if dropped else self._leaving(step)[:num]:
             step.tickets[step.moved_by[in_lane(f"act.{layer}", lane, len(step.lanes))]].wait_done()
-            freed += step.lanes[lane].runner.leave_early(layer)
+            freed += step.lanes[lane].runner.values.leave_early(layer)
             dropped[lane, layer] = Activation.OFFLOAD
         keeps_less = op.kind is OpKind.FORWARD and step.training  # an evaluation keeps nothing, and decides nothing for training
         if not dropped and keeps_less and self.activation(*here, keeps) is not Activation.RECOMPUTE:
@@ -131,13 +131,14 @@ class Fallback:
     @staticmethod
     def _held(step: Step) -> dict[tuple[int, str], int]:
         """Bytes that each layer could drop, in the order of the forwards."""
-        found = {(lane, layer): size for lane, micro in enumerate(step.lanes) for layer, size in micro.runner.held().items()}
+        held = [micro.runner.values.held() for micro in step.lanes]
+        found = {(lane, layer): size for lane, layers in enumerate(held) for layer, size in layers.items()}
         position = {(lane, p.name): i for lane, micro in enumerate(step.lanes) for i, p in enumerate(micro.runner.trace.programs)}
         return dict(sorted(found.items(), key=lambda item: (position[item[0]], item[0][0])))
 
     def _leaving(self, step: Step) -> list[tuple[int, str]]:
         """Layers that still keep what goes to the host, and have not been asked to let go of it: some of it may not fit there."""
-        found = [(lane, layer) for lane, micro in enumerate(step.lanes) for layer in micro.runner.leaving()]
+        found = [(lane, layer) for lane, micro in enumerate(step.lanes) for layer in micro.runner.values.leaving()]
         copies = [step.moved_by.get(in_lane(f"act.{layer}", lane, len(step.lanes))) for lane, layer in found]
         return [where for where, op in zip(found, copies, strict=True) if op in step.tickets and where not in self.recomputed]
 

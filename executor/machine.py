@@ -13,7 +13,7 @@
       Meetings            what ranks tell one another outside of steps (meetings.py)
       Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph, made before its first step (interpreter.py, closures.py)
-      Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
+      Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py, stage_values.py)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a stage leaves between its forward and its backward."""
+"""The autograd graph of one stage, from its forward until its backward, and the gradients that come of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
-from slidedp.executor.parcels import Geometry, Parcel
 from slidedp.executor.saved import SavedTensors
 from slidedp.executor.selective import Keeping
 
@@ -62,17 +61,6 @@ class Gradients:
 
     of_inputs: dict[str, Tensor]
     of_weights: dict[str, list[Tensor | None]]
-
-
-@dataclass(slots=True)
-class Boundary:
-    """Inputs of a stage that go to the host. `away`: by name what they are like and where in the parcel their storage begins;
-    `slot`: where they have come back to.
-    """
-
-    parcel: Parcel
-    away: dict[str, tuple[Geometry, int]]
-    slot: Tensor | None = None
 
 
 def edges_of(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
