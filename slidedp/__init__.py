@@ -7,6 +7,7 @@
 The face of the package; see compiler/ (what a plan is), passes/ (how it is lowered) and executor/ (how it runs).
 """
 
+from slidedp.agreement import StopAsked
 from slidedp.api import compile
 from slidedp.batch import BatchError
 from slidedp.checkpoints import Checkpoint
@@ -26,7 +27,7 @@ from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
-from slidedp.plan import Plan, StopAsked
+from slidedp.plan import Plan
 from slidedp.version import __version__
 
 load_plan = PlanFile.load
