@@ -21,7 +21,7 @@ RUNNING = "running stage's activations"
 HEAD = "head and loss"
 
 SELECTED_SHARE = 0.5
-"""Of a layer's activation bytes, the most that a selective layer keeps."""
+"""The largest share of its activation bytes that a selective layer keeps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,9 +65,10 @@ def factor(norm: Tensor, max_norm: float) -> float:
 
 
 class Clipping:
-    """Of one rank. `max_norm`: None to leave finite gradients as they are; `skip`: pass over steps that are not finite.
+    """Gradient clipping on one rank.
 
-    `quiet`: warn of nothing (another rank does).
+    `max_norm`: None to leave finite gradients as they are; `skip`: leave out steps that are not finite; `quiet`: do not warn
+    (another rank does).
     """
 
     def __init__(self, model: nn.Module, state: HostState, max_norm: float | None, skip: bool, *, quiet: bool = False) -> None:
@@ -123,7 +124,7 @@ class Clipping:
         return Clip(float(norm), None)
 
     def warn(self) -> None:
-        """Of the first of steps in a row that were passed over; in the user's thread, where warnings can be filtered."""
+        """Warns of the first of each run of skipped steps; in the user's thread, where warnings can be filtered."""
         step, self._untold = self._untold, None
         if step is not None and not self._quiet:
             warnings.warn(f"step {step}: a gradient or the loss is not finite; the step is left out as a whole, and so is each "

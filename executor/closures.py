@@ -30,7 +30,7 @@ Task = Callable[[Step], None]
 
 
 class Closures:
-    """Of the ops of one graph, on one machine."""
+    """Makes the closures of one graph's ops, on one machine."""
 
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, facts: GraphFacts) -> None:
         self.graph, self.layers, self.machine, self.facts = graph, layers, machine, facts

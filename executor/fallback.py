@@ -73,7 +73,9 @@ class Shortage:
 
 @dataclass(eq=False, slots=True)
 class Fallback:
-    """Of one specialisation, on this rank: layers that recompute, whatever they were planned to keep; the first step of which."""
+    """The state of one specialisation on this rank: `recomputed`, layers that recompute whatever they were planned to keep, and
+    `since`, the first step in which one did.
+    """
 
     expected: Expected = field(default_factory=Expected)
     recomputed: Layers = field(default_factory=dict)

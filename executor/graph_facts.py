@@ -13,7 +13,7 @@ HOST_STREAMS = frozenset({Stream.CAST, Stream.HOST, Stream.CPU})
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Of one graph, ops by name in the order of the text.
+    """Facts about one graph; ops by name, in the order of the text.
 
     `op_names`: without snapshots, which no later step waits for. `compute`: on the GPU's stream. `ends`: when these are done, all
     are. `watched`: the host asks for their ends. `published`: other ranks wait for them. `split`: tables whose rows are split.

@@ -390,7 +390,7 @@ class Machine:
             raise failed_save
 
     def let_go(self) -> None:
-        """Of all on the device. Plans, results of steps and errors may be kept for long after they have ended."""
+        """Drops all references to device memory: plans, results and errors may be kept long after the machine is closed."""
         if hasattr(self, "buffers"):
             self.buffers.clear()
         for interpreter in self.interpreters:

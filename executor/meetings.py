@@ -19,7 +19,10 @@ OUTSIDE = -1
 
 
 class Meetings(SingleRank):
-    """Of one thread of each rank, on a `board` of its own. `check`: see :class:`Words`. `cause`: the error to raise for one."""
+    """Collectives among one thread of each rank, on a `board` of its own.
+
+    `check`: see :class:`Words`. `cause`: maps an error seen while waiting to the one to raise.
+    """
 
     def __init__(self, words: Words, board: Board, check: Check, cause: Callable[[BaseException], BaseException]) -> None:
         self.rank, self.world_size = words.rank, words.world_size

@@ -176,5 +176,5 @@ def is_in_a_call(thread: threading.Thread) -> bool:
 
 
 def lowest(ranks: Sequence[int], readings: Sequence[Reading]) -> int:
-    """Of `ranks`, the one that has got least far."""
+    """The one of `ranks` that has got least far."""
     return min(ranks, key=lambda r: (readings[r].turn, sum(readings[r].done)))

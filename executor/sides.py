@@ -16,7 +16,7 @@ DEPTH = 8
 
 
 class Sides:
-    """Of one rank. Steps are numbers of training steps, from 1."""
+    """Which side holds the state of each group that speculates, on one rank. Steps are numbers of training steps, from 1."""
 
     def __init__(self, groups: Iterable[str] = ()) -> None:
         self._cells = {name: np.zeros(DEPTH, dtype=np.int64) for name in groups}

@@ -80,9 +80,9 @@ def cut(lo: int, hi: int, most: int) -> list[tuple[int, int]]:
 
 
 class Snapshot:
-    """Of one rank and one save. `buffer_bytes`: of the slots together. Made while no step is under way.
+    """Reads one rank's part of the state for one save. Made while no step is under way.
 
-    `resident`: the state that lives in HBM, if any does.
+    `buffer_bytes`: of the slots together; `resident`: the state that lives in HBM, if any does.
     """
 
     def __init__(self, state: HostState, decisions: Decisions, resident: ResidentState | None, buffer_bytes: int) -> None:

@@ -57,13 +57,13 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of a stage: of its inputs, by name; of the trainable weights of each group."""
+    """What a stage's backward has found: gradients of its inputs, by name, and of the trainable weights of each group."""
 
     of_inputs: dict[str, Tensor]
     of_weights: dict[str, list[Tensor | None]]
 
 
 def edges_of(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
-    """Of the outputs that have a gradient, by name."""
+    """Gradient edges of the outputs that require a gradient, by name."""
     named = dict(zip(program.outputs, outputs, strict=True))
     return {name: get_gradient_edge(named[name]) for name in program.grad_outputs if named[name].requires_grad}

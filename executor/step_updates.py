@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Of one machine."""
+    """Runs the updates of one machine, as Python functions."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

@@ -29,7 +29,7 @@ class Before:
 
 @dataclass(slots=True)
 class Changed:
-    """Of that state, what the forward has changed, as it was before."""
+    """What the forward has changed of that state, as it was before."""
 
     rng: RngState | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)

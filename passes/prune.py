@@ -15,7 +15,7 @@ from slidedp.compiler.reach import Reach
 from slidedp.passes.base import Pass
 
 PREFERENCE = (Reason.DATA, Reason.VERSION, Reason.REUSE, Reason.STREAM)
-"""Of several reasons for one edge, the first is kept: it says most about why the order is what it is."""
+"""Where one edge has several reasons, the first of these is kept: it says most about why the order is what it is."""
 
 
 @dataclass(frozen=True)

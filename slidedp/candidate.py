@@ -31,5 +31,5 @@ class Candidate:
 
     @property
     def median_us(self) -> int:
-        """Of the steps that count; at least 1."""
+        """Median time of the steps that count; at least 1."""
         return max(statistics.median_low(self.times_us[1:]), 1)

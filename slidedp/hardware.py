@@ -127,7 +127,7 @@ def host_memory_bytes() -> int:
 
 
 def nearest_profile(gpu_name: str, num_gpus: int, profiles: list[HardwareProfile]) -> HardwareProfile:
-    """Of `profiles` with a GPU, the nearest: words of the GPU's name first, then the number of GPUs, then the name's order."""
+    """The nearest of `profiles` with a GPU: by words shared with the GPU's name, then number of GPUs, then name."""
     words = set(gpu_name.lower().split())
     gpus = [p for p in profiles if p.gpu_name != "cpu"]
     return min(gpus, key=lambda p: (-len(words & set(p.gpu_name.lower().split())), abs(p.num_gpus - num_gpus), p.name))

@@ -195,7 +195,7 @@ def write(folder: Path, documents: Iterable[Document], seq: int, packing: Packin
 
 
 def fingerprint_of(paths: Sequence[Path], tokenizer: Any, seq: int, packing: Packing, assistant_only: bool) -> str:
-    """Of everything that rows depend on."""
+    """A hash of everything that rows depend on."""
     files = []
     for path in paths:
         try:

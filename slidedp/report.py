@@ -74,7 +74,7 @@ def cost_record(spec: Specialisation) -> CostRecord | None:
 
 
 def predicted_tokens_per_s(spec: Specialisation) -> float:
-    """Of all ranks, if each has as many valid tokens as the batch that was planned for."""
+    """Tokens per second of all ranks, if each has as many valid tokens as the batch that was planned for."""
     return spec.num_tokens * spec.layers.world_size / max(spec.timeline.step_us, 1) * 1e6
 
 

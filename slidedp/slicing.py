@@ -158,7 +158,7 @@ def faster(layers: LayerGraph, counts: list[int], settings: Settings, problem: P
 
 
 def good_plan(problem: Problem, rule: Decisions) -> tuple[Decisions, int] | None:
-    """Of the structured search in the rule's slots, and its period in microseconds."""
+    """The plan of the structured search with the rule's slots, and its period in microseconds."""
     choices = problem.choices(rule)
     found = search_structured(problem.graph(choices), problem.rows(choices))
     return (choices.decode(found[0]), found[1]) if found else None
