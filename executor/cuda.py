@@ -188,7 +188,7 @@ class CudaBackend:
                 f"{format_bytes(total)} free{allowed}")
 
     def trim(self) -> None:
-        garbage.collect()  # closures of an interpreter refer to it, and to slots
+        garbage.collect()  # what is left of a plan may refer to itself in cycles, and so keep slots alive
         torch.cuda.synchronize(self.device)  # what other streams have freed they may still write
         free_workspaces()
         with torch.cuda.device(self.device):

@@ -33,11 +33,12 @@ from slidedp.compiler.ops import Edge, OpGraph, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.rows import find_splits
 from slidedp.executor.adam import CpuAdam
-from slidedp.executor.backend import Backend, open_backend
+from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding, share_buffers
 from slidedp.executor.buffers import Buffers, may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.devices import open_backend
 from slidedp.executor.exposure import Exposure
 from slidedp.executor.failure import Failure
 from slidedp.executor.fallback import Fallback, warn
