@@ -1,4 +1,4 @@
-"""What binds a step, in few words: the critical cycle of a Timeline as a handful of links."""
+"""What bounds a step, in few words: the critical cycle of a Timeline as a handful of links."""
 
 from __future__ import annotations
 

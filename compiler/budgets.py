@@ -1,5 +1,7 @@
-"""How much of an HBM budget plans fill of their own accord. Below that, retained activations and resident state are a choice;
-up to the budget itself, a plan that needs it is still accepted.
+"""How much of an HBM budget plans fill of their own accord.
+
+Up to that share, retained activations and resident state are a choice; beyond it, up to the budget itself, a plan is accepted
+only because it needs the memory.
 """
 
 from __future__ import annotations

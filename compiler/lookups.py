@@ -1,8 +1,8 @@
-"""Finds tables of which the prologue only looks up rows that the batch names: nobody else's gradient of a row is ever its.
+"""Finds embedding tables that the prologue only looks up by ids of the batch: other rows get no gradient there.
 
-What counts as a lookup is ``torch.nn.functional.embedding`` of batch entries, by itself or inside a module. Anything else that
-is done with the table, a norm limit of its rows (which writes them), sparse gradients, or indices that are computed, and it is no
-lookup: the host would not know the rows when the step begins.
+What counts as a lookup is ``torch.nn.functional.embedding`` of batch entries, by itself or inside a module. With any other use
+of the table, a norm limit of its rows (which writes them), sparse gradients, or indices that are computed, it is no lookup:
+the host would not know the rows when the step begins.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Out of memory in a step: layers keep less of what they have saved, and the op that did not fit is tried again.
+"""Out of memory in a step: layers keep less of what they have saved, and the op that failed is tried again.
 
-What a layer keeps is its rank's business alone, and none of it changes a bit (stages.py). So nothing of the step is lost or done
-twice, no other rank need know, and later steps begin with what fits:
+What a layer keeps concerns its own rank alone and changes no bit of the result (stages.py). So nothing of the step is lost or
+done twice, the other ranks need not know, and later steps begin with what fits:
 
-    a layer that keeps what its forward saved     drops it, and is run again for its backward. The first layers do before others,
-                                                  since theirs comes last; for an op that fails again, twice as many as before
-    a layer whose copy to the host is under way   lets it end, does not wait for its place to be needed, and recomputes next time
-    the layer whose forward fails                 keeps nothing itself, if no other has anything left
-    a rerun that is timed, to learn what to keep  is not timed, and nothing is kept of layers of its kind
+    a layer that keeps what its forward saved     drops it, and is run again for its backward. The first layers are asked first,
+                                                  since their backward comes last; twice as many if the op fails again
+    a layer whose copy to the host is under way   finishes it and frees its memory early; from the next step on it recomputes
+    the layer whose forward fails                 keeps nothing itself, if no other layer has anything left
+    a rerun that is timed, to learn what to keep  is not timed, and layers of its kind keep nothing
 
-If there is nothing of that left, garbage is collected, and then it is an error.
-This is for the allocator's refusals in compute ops. Slots, which all other ops work on, are there before the first step.
+If none of these is left, garbage is collected once; after that it is an error. This handles allocations that compute ops are
+refused. All other ops work on slots, which exist before the first step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What running a graph needs to know of it as a whole: what each op waits for, and whose end matters to whom."""
+"""What the interpreter derives from a graph once: what each op waits for, and which ops' completion others wait for."""
 
 from __future__ import annotations
 

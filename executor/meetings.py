@@ -1,8 +1,4 @@
-"""What ranks tell one another outside of steps, for a checkpoint say, through shared memory: no wait for a rank that is gone.
-
-A collective of torch.distributed that waits for a process which has been stopped cannot be given up: it would keep ours from
-ending. Meetings are looked at again and again, as all else that waits for ranks is, and end with the error that names the rank.
-"""
+"""Collectives through shared memory, between steps (for a checkpoint, say): they never wait for a rank that is gone."""
 
 from __future__ import annotations
 

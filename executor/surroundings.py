@@ -1,4 +1,4 @@
-"""What a layer's forward may change besides making its outputs, and a recompute must find as it was: generators and buffers."""
+"""Generators and buffers: what a layer's forward may change besides its outputs, and a recompute must find as it was."""
 
 from __future__ import annotations
 

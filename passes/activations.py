@@ -1,8 +1,8 @@
-"""Takes activations and boundaries to the host and back: a window of places out, pinned memory, a window of places back.
+"""Inserts the copies of activations and boundaries to the host and back: HBM window -> pinned memory -> HBM window.
 
-A value is copied out right behind the op that makes it, and its place is free for the next one's when that is done and the
-forward has read it. It is copied back as soon as a place there is free, and used from there. The last values to leave are
-still in their places when the backward comes for them: they are not moved.
+A value is copied out right after the op that makes it. Its place in the outgoing window is free for the next value once that
+copy is done and the forward has read it. It is copied back as soon as the returning window has a free place, and is used from
+there. The last values to leave are still in the outgoing window when the backward needs them: these are not moved.
 """
 
 from __future__ import annotations

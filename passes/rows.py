@@ -1,19 +1,19 @@
-"""Splits the update of an embedding: rows that no batch of the step looks up are updated right behind the head and the loss.
+"""Splits the update of an embedding: rows that no batch of the step looks up are updated right after the head and the loss.
 
-What the prologue's backward, the last op of a step, adds to the gradient is zero in those rows, so they need not wait for it:
+The prologue's backward, the last op of a step, adds nothing to the gradient of those rows, so they need not wait for it:
 
-    tied     d2h.early.E.c0          G.E@1, the head's part -> H.E      and whatever sums it over the ranks
+    tied     d2h.early.E.c0          G.E@1, the head's part -> H.E      then reduced over the ranks as usual
              cpu_update.early.E.c0   H.E[untouched] -> P.E[untouched]
              d2h.E.c0                G.E@2, all of it -> H.E@1
              cpu_update.E.c0         H.E@1[touched] -> P.E[touched]
-    untied   cpu_update.early.E.c0   nothing, for the gradient is zero -> P.E[untouched], once the loss is known
+    untied   cpu_update.early.E.c0   no gradient, since it is zero -> P.E[untouched], once the loss is known
              cpu_update.E.c0         H.E[touched] -> P.E[touched]
 
-Which rows they are the host knows when the step begins, from the batches of all ranks: both updates read `batch`. The gradient
-comes home as a whole, twice where the table is tied; the second time waits for the early updates to have read the first. The
-bits are those of one update: an element's depend on its own gradient, state and step only, however a chunk is cut. (A head's
-gradient of -0.0 is 0.0 once the prologue has added 0.0; AdamW makes the same of both as long as its moments are not -0.0, and
-they never are with a beta1 above 0.5.)
+The host knows these rows when the step begins, from the batches of all ranks: both updates read `batch`. The gradient is
+copied to the host as a whole, twice where the table is tied; the second copy waits until the early updates have read the
+first. The result has the bits of one update, since an element's bits depend on its own gradient, state and step only, however
+a chunk is cut. (A head's gradient of -0.0 is 0.0 once the prologue has added 0.0; AdamW makes the same of both as long as its
+moments are not -0.0, which they never are with a beta1 above 0.5.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan that may yet be exchanged for another one (validation.py), with what the planner knows of it."""
+"""A plan that takes part in a trial (validation.py), with what the planner knows of it and the times of its steps."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Who decides what nobody pinned: a loaded plan, the rule, or the solver on top of the rule. Called once a plan, by rank 0.
+"""Decides what nobody has pinned: by a loaded plan, the rule, or the solver on top of the rule. Called once a plan, by rank 0.
 
-`solver="cp-sat"`, the default, starts from the rule's decisions, which are also what is kept when solving finds nothing better
-in simulation, when the step is tiny (see autopolicy.py: short tests and toys plan as fast as before), and, with one warning,
-where ortools is not installed. Solved decisions are cached by all that they depend on. Which groups speculate is decided around
-that: see speculation.py.
+`solver="cp-sat"`, the default, starts from the rule's decisions. They are also the result when solving finds nothing better in
+simulation, when the step is tiny (autopolicy.py), and, with one warning, where ortools is not installed. Solved decisions are
+cached under everything that they depend on. Which groups speculate is decided around that: see speculation.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Into how many slices a batch is cut, where nobody has pinned it: settled first, on paper, so that what is measured is a slice.
+"""How many slices a batch is cut into, unless pinned: settled first, on paper, so that a slice is what gets measured.
 
-    to fit      the fewest slices with which some plan leaves the reserve of budgets.py free, where in one piece none does
-    to be sure  the fewest whose layers, while they run, do not lose more to the allocator's fragments than that reserve
-    to be fast  what a layer and the head take while they run may crowd out of HBM what would make the step shorter: only if a
-                plan that had that room as well were clearly faster are a few counts planned, each by the structured search
+    to fit      the fewest slices with which some plan leaves the reserve of budgets.py free, if none does with the whole batch
+    to be safe  the fewest with which running layers lose no more to the allocator's fragmentation than that reserve
+    to be fast  what a layer and the head need while they run may leave no room in HBM for what would shorten the step: a few
+                counts are planned by the structured search, but only if a plan with that room were clearly faster
 
-Source: DESIGN §6: enumerated outside the solver, as windows are, for another count is another graph.
+Source: DESIGN §6. Counts are enumerated outside the solver, as windows are, since another count is another graph.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""AutoPolicy's last stage: the first real steps run the solver's plan and the default rule's by turns, and the faster one stays.
+"""AutoPolicy's last stage: the first real steps run the solver's plan and the rule's in turns, and the faster one stays.
 
-They are the user's own training steps, none is lost or done twice. Both plans train alike, bit for bit, unless their states live
-in different places and the user has asked for that to be compared too: the GPU's AdamW rounds otherwise than the CPU's.
+These are the user's own training steps; none is lost or done twice. Both plans train alike, bit for bit, unless their states
+live in different places and the user has asked for that to be compared too: the GPU's AdamW rounds differently from the CPU's.
 
-    rival_of       the default that a solved plan is timed against, if there is one and the host has room for both
-    prepare_trial  whether there is to be a trial, or is a verdict from before: kept by model, shapes, machine and the two plans
+    rival_of       the default plan that a solved one is timed against, if there is one and the host has room for both
+    prepare_trial  whether there will be a trial, or an earlier verdict holds: kept by model, shapes, machine and the two plans
     Trial          whose turn it is; the switch from one to the other (executor/switching.py); the verdict
 
-One plan runs for a step that does not count and `num_steps` that do, then the other. Of several ranks the slowest counts, and
-since all of them get all times, all come to one verdict. Steps of another shape than the one planned for run as they come and do
+One plan runs for a step that does not count and `num_steps` that do, then the other. With several ranks the slowest counts;
+all ranks get all times, and so reach the same verdict. Steps of another shape than the one planned for run as they come and do
 not count; if there are too many of them, the solver's plan stays, not validated. What the switch costs (draining, other slots,
 state that moves between HBM and host) is counted as a cost of selection.
 """
