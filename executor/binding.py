@@ -142,7 +142,7 @@ class Binding:
 
 
     def give_back(self) -> None:
-        """The model is the user's alone again, whatever becomes of buffers that come back from the device. Idempotent."""
+        """Gives the model back to the user, even if its buffers cannot be copied back from the device. Idempotent."""
         try:
             self.restore()
         finally:

@@ -38,7 +38,7 @@ class Closures:
         self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
 
     def of(self, op: Op) -> Task:
-        """What the op's stream runs, in each step."""
+        """The function that the op's stream runs in each step."""
         task: Task = getattr(self, op.kind.value)(op)
         if not self.machine.options.poison:
             return task
@@ -206,7 +206,7 @@ class Closures:
         return task
 
     def require_gradient(self, group: str, present: Mapping[str, bool], step: Step) -> None:
-        """Its early updates went by that: the rows that a batch looks up are what the loss depends on."""
+        """Raises if a split embedding has no gradient: its early updates assume that the loss depends on the rows looked up."""
         name = self.layers.group(group).params[0].name
         if not present[name]:
             raise RuntimeError(f"step {step.number}: {name} has no gradient, though rows of it were looked up (detached?); "

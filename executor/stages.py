@@ -65,7 +65,7 @@ class StageRunner:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is left of a step."""
+        """Drops everything that a step has left."""
         self.values.clear()
         self._kept: dict[str, Changed] = {}
         self._training = True
@@ -112,7 +112,7 @@ class StageRunner:
         self.values.release_inputs(program)
 
     def forward(self, stage: str, weights: Weights, act: Activation = Activation.RECOMPUTE, stays: bool = False) -> None:
-        """`act`: what becomes of what autograd saves. `stays`: it is not called for, though other layers' goes to the host."""
+        """`act`: what becomes of what autograd saves. `stays`: the plan moves nothing of this layer's, although it offloads."""
         program = self._programs[stage]
         self._bind(weights)
         inputs = {name: self.values.env[name] for name in program.inputs}
@@ -133,7 +133,9 @@ class StageRunner:
         self._drew |= kept.rng is not None
 
     def recompute(self, stage: str, weights: Weights) -> None:
-        """Nothing when this rank's batch bears no loss, for no gradient depends on it; nor when the graph lacks nothing."""
+        """Runs the layer's forward again, to fill in what its graph lacks. Does nothing if it lacks nothing, or if this rank's
+        batch bears no loss, since no gradient depends on it then.
+        """
         graph = self.values.graphs.get(stage)
         if graph is None or graph.saved is None or graph.spent or not graph.saved.lacks:
             return
@@ -253,7 +255,7 @@ class StageRunner:
         return Gradients(of_inputs, {group: [next(found) for _ in leaves] for group, leaves in params.items()})
 
     def _commit(self, found: Gradients, slots: Slots) -> dict[str, bool]:
-        """From here on nothing may be tried again: it would add a gradient twice. Writing into slots takes no memory."""
+        """Writes gradients into their slots. Must not be repeated, which would add a gradient twice; it takes no memory."""
         self.values.grads |= found.of_inputs
         present: dict[str, bool] = {}
         try:

@@ -58,7 +58,7 @@ class Activations(Pass):
                   bytes=m.num_bytes)
 
     def locate(self, op: Op, head: str, out: dict[str, Ref], back: dict[str, Ref]) -> Op:
-        """`op` with its reads and writes where they are. A backward also reads the layer's inputs: its graph refers to them."""
+        """`op` with the places of its reads and writes. A backward also reads the layer's inputs, which its graph refers to."""
         in_backward = op.kind in (OpKind.RECOMPUTE, OpKind.BACKWARD)
         reads, inputs = op.reads, in_lane(op.layer, op.lane, self.layers.num_lanes)
         if head == "h" and op.kind is OpKind.BACKWARD and inputs in out:

@@ -27,7 +27,7 @@ from slidedp.compiler.rows import Split, find_splits
 from slidedp.passes.base import Pass, insert_after
 
 HOME = ("R.", "Q.", "H.")
-"""Values on a gradient's way home."""
+"""Values of a gradient on its way to the host's update."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RowUpdates(Pass):
         return op.kind is OpKind.CPU_UPDATE or any(ref.value.startswith(HOME) for ref in op.writes)
 
     def halves(self, op: Op, group: Group, split: Split) -> tuple[Op | None, Op]:
-        """(what is done for the untouched rows, None if nothing is; what is done when the gradient is complete)."""
+        """(the op for the untouched rows, None if there is none; the op for when the gradient is complete)."""
         name = op.name.replace(f".{group.name}.", f".early.{group.name}.")
         if op.kind is not OpKind.CPU_UPDATE:
             before = replace(op, name=name, reads=select(op.reads, RowSet.UNTOUCHED), writes=select(op.writes, RowSet.UNTOUCHED))
@@ -77,7 +77,7 @@ class RowUpdates(Pass):
 
 
 def select(refs: tuple[Ref, ...], rows: RowSet) -> tuple[Ref, ...]:
-    """`refs`, those of chunks for some rows only; of a gradient's untouched rows, the contribution before the last."""
+    """`refs`, with those of chunks restricted to `rows`; for untouched rows of a gradient, the contribution before the last."""
 
     def of(ref: Ref) -> Ref:
         before = ref.value.startswith("G.") and rows is RowSet.UNTOUCHED
@@ -87,5 +87,5 @@ def select(refs: tuple[Ref, ...], rows: RowSet) -> tuple[Ref, ...]:
 
 
 def later(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """`refs`, what is on its way home for the second time."""
+    """`refs`, with those of values on their way to the host in the version of the second return."""
     return tuple(replace(ref, version=1) if ref.value.startswith(HOME) else ref for ref in refs)

@@ -59,7 +59,7 @@ def agree_on_decisions(decisions: Decisions, layers: LayerGraph, collectives: Co
 
 
 def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) -> None:
-    """ValueError, on every rank, unless all are to clip, and to skip, alike: each would make another model. Collective."""
+    """ValueError, on every rank, unless all have the same clipping options: otherwise their models would differ. Collective."""
     limit = options.max_grad_norm
     asked = collectives.gather_ints([as_int(0.0 if limit is None else limit), int(options.skip_nonfinite)])
     for other, theirs in enumerate(asked):
@@ -68,7 +68,7 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 
 
 def exchange(machine: Machine, mine: Posted) -> list[Posted]:
-    """Everybody's, by rank. Collective: the first thing of a step, of an evaluation, and of a save beside training."""
+    """Every rank's `Posted`, by rank. Collective; the first thing in a step, an evaluation, and a save beside training."""
     return [Posted(*row[: len(mine)]) for row in machine.agree(mine)]
 
 

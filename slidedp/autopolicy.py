@@ -97,13 +97,13 @@ class Problem:
         return find_choices(self.layers, rule, self.policy)
 
     def fixed(self, decisions: Decisions) -> Choices:
-        """No choice: `decisions` as they are."""
+        """Choices that leave nothing open: `decisions` as they are."""
         choices = self.choices(decisions)
         selected = zip(choices.families, choices.encode(decisions), strict=True)
         return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
 
     def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
-        """Unscaled graphs share what they asked the cost model."""
+        """The event graph of `choices`. `scale`: factors of durations, by stream; unscaled graphs share the model's answers."""
         costs = OptionCosts(self.layers, self.hw, self.costs, dict(scale)) if scale else self._unscaled
         return build_event_graph(self.layers, choices, costs)
 

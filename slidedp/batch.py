@@ -80,7 +80,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Tensor]], traces: Sequence[Trace]) 
 
 
 def num_batches(batches: Batches) -> int:
-    """As the user counts them: into how many slices a rank cuts one is its own business. Of what is no batch, 1."""
+    """The number of micro-batches that the user gave, whatever the number of slices; 1 for what is no sequence of batches."""
     return len(batches) if isinstance(batches, Sequence) and not isinstance(batches, str) else 1
 
 

@@ -63,7 +63,7 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
 
 
 def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Settings) -> AutoPlan:
-    """From the rule's decisions on, as far as there is a solver and it is asked for."""
+    """What the solver makes of the rule's decisions; these themselves, where there is no solver or it is not asked for."""
     if settings.solver == "rule":
         return AutoPlan(rule)
     if find_spec("ortools") is None:
@@ -75,7 +75,7 @@ def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Sett
 
 
 def problem_and_rule(layers: LayerGraph, settings: Settings, measurement: Measurement | None = None) -> tuple[Problem, Decisions]:
-    """What there is to solve, and the rule's decisions for it, which fit. BudgetError as of :func:`decide`."""
+    """The problem to solve, and the rule's decisions for it, which fit. Raises BudgetError as :func:`decide` does."""
     problem = problem_of(layers, settings, measurement)
     try:
         return problem, rule_that_fits(layers, settings, problem)
@@ -97,14 +97,14 @@ def least_bytes(layers: LayerGraph, settings: Settings) -> dict[str, int]:
 
 
 def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
-    """Defaults under what the user pins; a loaded plan pins all of it."""
+    """The rule's decisions with the user's pins; a loaded plan pins all of them."""
     policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
     return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
                              host_budget=settings.host_budget)
 
 
 def head_chunks_before_costs(layers: LayerGraph, settings: Settings) -> int:
-    """In how many chunks the plan will make the logits, which is settled before costs are: pinned, or the rule's."""
+    """The number of chunks of logits, which is settled before costs are known: as pinned, or by the rule."""
     if isinstance(settings.policy, PlanFile):
         return settings.policy.decisions.head_chunks
     try:
@@ -173,7 +173,7 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
 
 
 def least_short(problem: Problem, starts: Sequence[Decisions], without_pins: Callable[[], bool]) -> BudgetError:
-    """Why nothing fits, of the start that misses fewest bytes."""
+    """Why nothing fits, explained for the starting point that exceeds its budgets by the fewest bytes."""
     layers, policy = problem.layers, problem.policy
     found = []
     for start in starts:

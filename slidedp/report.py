@@ -42,12 +42,12 @@ BOUND_BY = {
 
 
 def memory_of(spec: Specialisation) -> MemoryReport:
-    """As planned, and a note of what has turned out not to fit."""
+    """Memory as planned, with a note of what has turned out not to fit."""
     return replace(estimate_memory(spec.layers, spec.decisions), notes=notes_of(spec))
 
 
 def notes_of(spec: Specialisation) -> tuple[str, ...]:
-    """What runs otherwise than planned."""
+    """Notes on what runs differently from the plan."""
     return spec.fallback.notes(spec.layers.num_lanes)
 
 
@@ -204,7 +204,7 @@ def shared_groups(plan: PlanFile) -> Iterator[str]:
 
 
 def bound_by(stream: str) -> str:
-    """In words that are also true where the CPU plays the device."""
+    """What bounds the step, in words that are also true where the CPU plays the device."""
     return BOUND_BY[Stream(stream)] if stream in tuple(Stream) else stream
 
 

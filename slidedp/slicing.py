@@ -66,7 +66,7 @@ def why_whole(model: nn.Module, loss_fn: Callable[..., object] | None) -> str:
 
 
 def most_slices(batches: Batches) -> int:
-    """Into how many slices the batch can be cut, or that of several micro-batches which can be cut into most."""
+    """The largest number of slices that the batch, or some micro-batch, can be cut into."""
     return max(map(num_rows, (batches,) if isinstance(batches, Mapping) else batches), default=1)
 
 
@@ -107,7 +107,7 @@ def choose_slices(layers: LayerGraph, most: int, num_tokens: int, settings: Sett
 
 
 def surer(layers: LayerGraph, counts: list[int], settings: Settings, reserve: int) -> Slicing | None:
-    """The fewest slices whose fragments the reserve holds; None if the whole batch's are, or none are few enough."""
+    """The fewest slices whose fragmentation fits the reserve; None if the whole batch's does, or no number's does."""
 
     def fragments(k: int) -> int:
         parts = recut(layers, k)
@@ -172,7 +172,7 @@ def fits_entirely(problem: Problem, rule: Decisions) -> bool:
 
 
 def summing_us(layers: LayerGraph, slices: int, settings: Settings) -> int:
-    """What it takes to sum the gradients of all slices but the first."""
+    """Microseconds to sum the gradients of all slices but the first."""
     numel = sum(g.num_trainable * len(g.uses) for g in layers.groups)
     return int((slices - 1) * SUM_BYTES * numel / settings.hw.hbm_gbps / 1e3)
 
