@@ -157,7 +157,7 @@ def pinned_fields(layers: LayerGraph, defaults: Decisions, policy: Mapping[str, 
                             and len(_all_values(key)) != 1) for name in names}  # fmt: skip
 
 
-def pinned_slots(layers: LayerGraph, policy: Mapping[str, Any] | None) -> frozenset[str]:
+def pinned_slots(policy: Mapping[str, Any] | None) -> frozenset[str]:
     """Plan-level counts that `policy` sets."""
     return frozenset(key for key in PLAN_KEYS if policy and key in policy)
 

@@ -87,5 +87,5 @@ def select(refs: tuple[Ref, ...], rows: RowSet) -> tuple[Ref, ...]:
 
 
 def later(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """`refs`, with those of values on their way to the host in the version of the second return."""
+    """`refs`, those of values on their way to the host as version 1: the second return."""
     return tuple(replace(ref, version=1) if ref.value.startswith(HOME) else ref for ref in refs)

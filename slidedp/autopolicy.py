@@ -174,7 +174,7 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[Stream, float]) 
 def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:
     """The choices with the slots in which a good plan is fastest: the rule's unless others save more than `WORTH`."""
     base = problem.choices(rule)
-    pinned = pinned_slots(problem.layers, problem.policy)
+    pinned = pinned_slots(problem.policy)
     best = base.with_frame(hint) if hint is not None else base
     graph, rows = problem.graph(best), problem.rows(best)
     selection = best.encode(hint) if hint is not None else best.default

@@ -90,7 +90,7 @@ def least_bytes(layers: LayerGraph, settings: Settings) -> dict[str, int]:
     boundless = by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET))
     each: list[dict[str, int]] = []
     for start in smaller(layers, boundless, policy):
-        choices = find_choices(layers, smallest_frame(start, pinned_slots(layers, policy)), policy)
+        choices = find_choices(layers, smallest_frame(start, pinned_slots(policy)), policy)
         rows = memory_rows(layers, choices, NO_BUDGET, NO_BUDGET)
         each.append({row.place: row.needed(least(row, rows, choices)) for row in rows})
     return {place: min(needs[place] for needs in each) for place in each[0]}
@@ -177,7 +177,7 @@ def least_short(problem: Problem, starts: Sequence[Decisions], without_pins: Cal
     layers, policy = problem.layers, problem.policy
     found = []
     for start in starts:
-        choices = find_choices(layers, smallest_frame(start, pinned_slots(layers, policy)), policy)
+        choices = find_choices(layers, smallest_frame(start, pinned_slots(policy)), policy)
         rows = problem.rows(choices)
         found.append((sum(max(0, row.needed(least(row, rows, choices)) - row.budget) for row in rows), choices, rows))
     _, choices, rows = min(found, key=lambda each: each[0])
@@ -198,7 +198,7 @@ def smallest_that_fits(problem: Problem, rule: Decisions, policy: object) -> Dec
     """The first frame, from the rule's to the smallest, in which the least of some budget fits both."""
     layers = problem.layers
     pins = problem.policy if policy else None
-    pinned = pinned_slots(layers, pins)
+    pinned = pinned_slots(pins)
     for frame in (*find_frames(layers, rule, pinned), smallest_frame(rule, pinned)):
         choices = find_choices(layers, frame, pins)
         start = fitting_start(memory_rows(layers, choices, problem.hbm_budget, problem.host_budget), choices)
