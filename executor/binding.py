@@ -27,7 +27,8 @@ _OWNED = "_slidedp_owned"
 class Masters(Protocol):
     """What `adopt` needs of the host state (executor/host_state.py)."""
 
-    master: Mapping[str, Tensor]
+    @property
+    def master(self) -> Mapping[str, Tensor]: ...
 
     def load(self, values: Mapping[str, Tensor]) -> None: ...
 
@@ -141,7 +142,7 @@ class Binding:
 
 
     def give_back(self) -> None:
-        """The model is the user's alone again, whatever becomes of buffers that come back from the device. Idempotent."""
+        """Gives the model back to the user, even if its buffers cannot be copied back from the device. Idempotent."""
         try:
             self.restore()
         finally:
@@ -205,7 +206,8 @@ class BufferStore:
     def get(self, name: str) -> Tensor:
         """What the module holds now: a forward may have put a new tensor there."""
         container, key = self._places[name][0]
-        return container[key]
+        buffer: Tensor = container[key]
+        return buffer
 
     def set(self, name: str, value: Tensor) -> None:
         _set(self._places[name], value)

@@ -1,4 +1,4 @@
-"""Collectives of one host's ranks: delivery's all-gather, the gradients' reduction, and a few integers between hosts.
+"""Collectives of one host's ranks: delivery's all-gather, the gradients' reduction, and a few integers between ranks.
 
     SingleRank      no peers: nothing to send
     RankCollectives NCCL on the current CUDA stream, or gloo on host tensors

@@ -137,7 +137,7 @@ def test_who_keeps_a_failed_plan_its_results_or_its_error_keeps_nothing_of_the_d
 
     def fail(self, name, *args):
         if name == "L01":
-            made.extend(weakref.ref(value) for value in self._env.values())
+            made.extend(weakref.ref(value) for value in self.values.env.values())
             del args  # this frame is not the plan's
             raise torch.OutOfMemoryError("CUDA out of memory")
         return before(self, name, *args)
