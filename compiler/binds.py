@@ -1,4 +1,4 @@
-"""What binds a step, in few words: the critical cycle of a Timeline as a handful of links."""
+"""What bounds a step, in few words: the critical cycle of a Timeline as a handful of links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 MAX_LINKS = 6
 MAX_RUNS = 3
 NEGLIGIBLE = 0.01
-"""Of the cycle: a link shorter than that is left out before others become one."""
+"""Share of the cycle; shorter links are left out before neighbours are merged into one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
-"""How much of an HBM budget plans fill of their own accord. Below that, retained activations and resident state are a choice;
-up to the budget itself, a plan that needs it is still accepted.
+"""How much of an HBM budget plans fill of their own accord.
+
+Up to that share, retained activations and resident state are a choice; beyond it, up to the budget itself, a plan is accepted
+only because it needs the memory.
 """
 
 from __future__ import annotations
@@ -7,13 +9,13 @@ from __future__ import annotations
 from slidedp.compiler.hardware import HardwareProfile
 
 WHOLE = 0.92
-"""Of a machine's HBM. The rest is the allocator's fragmentation, the CUDA context and libraries, workspaces that no estimate
-sees, and a longer batch later on. Measured on one H200: planned 116.4 GiB, allocated 116.5 at most, reserved 117.5.
+"""Share of a machine's HBM. The rest is for the allocator's fragmentation, the CUDA context and libraries, workspaces that no
+estimate sees, and longer batches later on. Measured on one H200: planned 116.4 GiB, allocated 116.5 at most, reserved 117.5.
 """
 
 RESERVE = 0.03
 RESERVE_BYTES = 2**30
-"""Of a budget that the user has named: fragmentation alone, the larger of the two; the measured difference was 1.1 GiB."""
+"""Kept free of a budget that the user has named, the larger of the two: for fragmentation alone, measured as 1.1 GiB."""
 
 
 def room_to_fill(hw: HardwareProfile, hbm_budget: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Small things to know about torch calls: which turn tensors into values, which draw random numbers, where devices hide."""
+"""Facts about torch calls: which turn tensors into Python values, which draw random numbers, which arguments name devices."""
 
 from __future__ import annotations
 

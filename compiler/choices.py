@@ -157,7 +157,7 @@ def pinned_fields(layers: LayerGraph, defaults: Decisions, policy: Mapping[str, 
                             and len(_all_values(key)) != 1) for name in names}  # fmt: skip
 
 
-def pinned_slots(layers: LayerGraph, policy: Mapping[str, Any] | None) -> frozenset[str]:
+def pinned_slots(policy: Mapping[str, Any] | None) -> frozenset[str]:
     """Plan-level counts that `policy` sets."""
     return frozenset(key for key in PLAN_KEYS if policy and key in policy)
 
@@ -202,7 +202,7 @@ def _family(name: str, group: Group, layers: LayerGraph, values: Mapping[str, li
 
 
 def _links(families: Sequence[Family], first: int) -> list[Link]:
-    """Of the families from `first` on: those of one group."""
+    """Links among the families from `first` on, which are those of one group."""
     state = next((i for i in range(first, len(families)) if families[i].name == "state"), None)
     hbm = families[state].resident if state is not None else None
     if state is None or hbm is None:

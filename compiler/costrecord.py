@@ -1,4 +1,4 @@
-"""What a plan file says of its costs: where they came from, what was measured, and whether choosing has paid for itself."""
+"""What a plan file records of its costs: their sources, what was measured, and whether choosing by them has paid for itself."""
 
 from __future__ import annotations
 

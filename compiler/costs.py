@@ -111,7 +111,7 @@ class AnalyticCostModel:
         return self.alone or (self.world_size == 1 and hw.num_gpus > 1)
 
     def staged_gbps(self, hw: HardwareProfile) -> float:
-        """Of a collective without a link between the GPUs, which crosses the host links both ways, and host memory twice."""
+        """The rate of a collective between GPUs without a link: it crosses the host links both ways, and host memory twice."""
         return min(hw.h2d_gbps, hw.d2h_gbps, hw.host_dram_gbps / 2) if self.alone else hw.duplex_gbps
 
     def h2d_gbps(self, op: Op, hw: HardwareProfile) -> float:
@@ -208,7 +208,7 @@ def _name(user: CostModel | None) -> str:
 
 
 def _hash(user: CostModel | None, hw: HardwareProfile) -> str:
-    """Of a model's answers to fixed questions, whatever the plan: what its code computes identifies it, the text does not."""
+    """A hash of the cost model's answers to fixed questions: what identifies it is what it computes, not its source."""
     answers: list[object] = [_name(user)]
     if user is not None:
         for kind, size in product(OpKind, (2**20, 2**28)):

@@ -103,5 +103,5 @@ class _Relaxation:
         return float(self.T.solution_value()) * self.unit if self.lp.Solve() == self.lp.OPTIMAL else None
 
     def nearest(self) -> tuple[int, ...]:
-        """Of every family the option that has most of the optimum."""
+        """The option of each family that has the largest share in the optimum."""
         return tuple(max(range(len(each)), key=lambda o: float(each[o].solution_value())) for each in self.x)

@@ -131,7 +131,7 @@ class HardwareProfile:
         return yaml.safe_dump(scalars, sort_keys=False) + (tables if self.tables else "")
 
     def content_hash(self) -> str:
-        """Of every number and name in the profile: two profiles predict the same only if it is equal."""
+        """A hash of every number and name in the profile: two profiles predict the same only if it is equal."""
         return content_hash(self._content())
 
     def _content(self) -> dict[str, Any]:

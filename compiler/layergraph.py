@@ -137,13 +137,14 @@ class Stage:
     boundary_bytes: int = 0
     activation_bytes: int = 0
     workspace_bytes: int = 0
-    """Of a layer: what its backward takes beside all of these, about: the gradient of the largest storage that was saved, while
-    that is still there. Measured on an H200, Qwen3-4B, every layer recomputed: 2.6 GiB at 131 072 tokens, of which this is 2.4.
+    """For a layer: about what its backward takes beside all of these, which is the gradient of the largest saved storage, while
+    that storage is still there. Measured on an H200, Qwen3-4B, every layer recomputed, 131 072 tokens: 2.6 GiB, of which this
+    accounts for 2.4.
     """
     head: LossHead | None = None
-    """Of the epilogue, where it was measured."""
+    """For the epilogue, where it was measured."""
     lookups: tuple[Lookup, ...] = ()
-    """Of the prologue."""
+    """For the prologue."""
 
 
 @dataclass(frozen=True)

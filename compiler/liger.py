@@ -21,7 +21,7 @@ PARAMETERS = frozenset({
     "RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS", "BLOCK_SIZE", "HAS_WEIGHT", "HAS_SOFTCAPPING",
     "HAS_GRADIENTS",
 })  # fmt: skip
-"""Of the kernel that this file knows. One with others is not called."""
+"""Arguments of the kernel that this file knows. A kernel with others is not called."""
 
 MAX_BLOCK = 32768
 """Liger's own limit: larger blocks spill registers."""

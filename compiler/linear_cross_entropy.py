@@ -113,7 +113,7 @@ class LinearCrossEntropy:
 
 
 def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of plain logits, in FP32; written so that never more than two copies of them live."""
+    """Log-softmax of the logits, in FP32; written so that at most two copies of them are alive."""
     return F.log_softmax(F.linear(hidden, weight, bias).float(), dim=1)
 
 

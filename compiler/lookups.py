@@ -1,8 +1,8 @@
-"""Finds tables of which the prologue only looks up rows that the batch names: nobody else's gradient of a row is ever its.
+"""Finds embedding tables that the prologue only looks up by ids of the batch: other rows get no gradient there.
 
-What counts as a lookup is ``torch.nn.functional.embedding`` of batch entries, by itself or inside a module. Anything else that
-is done with the table, a norm limit of its rows (which writes them), sparse gradients, or indices that are computed, and it is no
-lookup: the host would not know the rows when the step begins.
+What counts as a lookup is ``torch.nn.functional.embedding`` of batch entries, by itself or inside a module. With any other use
+of the table, a norm limit of its rows (which writes them), sparse gradients, or indices that are computed, it is no lookup:
+the host would not know the rows when the step begins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def find_lookups(model: nn.Module, nodes: Sequence[fx.Node], groups: Iterable[Gr
             continue
         names = set(group.params[0].names)
         readers = [n for n in nodes if _reads(n, names)]
-        keys = [_looked_up(model, n, names) for n in readers]
+        keys = [_looked_up(model, n) for n in readers]
         if keys and None not in keys:
             unique = tuple(dict.fromkeys(str(key) for key in keys))
             out.append(Lookup(group.name, unique, group.params[0].shape[0], sum(sizes[key] for key in unique)))
@@ -56,7 +56,7 @@ def _reads(n: fx.Node, names: set[str]) -> bool:
     return not names.isdisjoint(states | set(n.meta.get("params", ())))
 
 
-def _looked_up(model: nn.Module, n: fx.Node, names: set[str]) -> str | None:
+def _looked_up(model: nn.Module, n: fx.Node) -> str | None:
     """The batch key whose rows `n` takes of the table, and that is all that it does with it; else None."""
     if n.target is embedding:
         given = _arguments(n.args, n.kwargs)

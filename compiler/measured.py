@@ -88,7 +88,7 @@ class MeasuredCosts:
         return None if cost is None else cost.duration_us
 
     def content_hash(self) -> str:
-        """Of the costs, not of the time that measuring them took."""
+        """A hash of the costs, not of the time that measuring them took."""
         return content_hash([p.to_content() for p in self.measurement.phases])
 
 

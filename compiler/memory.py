@@ -99,8 +99,8 @@ def largest_update(graph: LayerGraph, decisions: Decisions) -> int:
 
 
 def waiting_bytes(graph: LayerGraph, decisions: Decisions, group: Group) -> int:
-    """Of a gradient that waits in HBM for a deferred update, beside the slots that it has anyway: a buffer for each chunk of the
-    sum that this rank receives; on one rank, a buffer for what otherwise would share the gradient slots.
+    """Bytes of a gradient that waits in HBM for a deferred update, beside the slots that it has anyway: a buffer for each chunk
+    of the sum that this rank receives; on one rank, a buffer for what would otherwise share the gradient slots.
     """
     if not waits_in_hbm(decisions, group):
         return 0
@@ -179,7 +179,7 @@ class Mover:
 
     @property
     def name(self) -> str:
-        """Of the layer and the lane: ``L03``, or ``L03.s1``."""
+        """Layer and lane: ``L03``, or ``L03.s1``."""
         return in_lane(self.stage.name, self.lane, self.num_lanes)
 
     @property

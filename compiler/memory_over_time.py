@@ -1,10 +1,10 @@
-"""HBM of one GPU over a step: who holds how many bytes when, from the ops' reads and writes and when they run.
+"""HBM of one GPU over a step: what holds how many bytes when, from the ops' reads and writes and the times at which they run.
 
-Slots are allocated once, for good, and count in full all the time (`reserved`), or while something lies in them
-(`occupied`). Activations come and go with the ops. What is counted, and what it is called, is as :func:`estimate_memory` has
-it, and so is the peak, to the byte: a boundary from the op that writes it to the last that reads its gradient, which takes its
-place; what a layer keeps for its backward while there is such a value; what the epilogue and the prologue's backward need
-while they run.
+Slots are allocated once and count in full all the time (`reserved`), or only while something is in them (`occupied`).
+Activations come and go with the ops. What is counted, and under which name, is the same as in :func:`estimate_memory`, and so
+is the peak, to the byte: a boundary from the op that writes it to the last that reads its gradient, which takes its place;
+what a layer keeps for its backward while there is such a value; what the epilogue and the prologue's backward need while they
+run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The user's model for a moment on meta tensors: its Python can run, nothing is computed, nothing of it changes.
+"""Puts the user's model on meta tensors for a moment: its Python runs, nothing is computed, and nothing of it changes.
 
-Parameters are replaced in place by meta tensors of the compute dtype, buffers by meta tensors of their own; on exit the
-model is as it was, whatever its Python did meanwhile (cached tables, counters, hooks that install themselves).
+Parameters are replaced in place by meta tensors of the compute dtype, buffers by meta tensors of their own; on exit the model
+is as it was, whatever its Python did meanwhile (cached tables, counters, hooks that install themselves).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A trace cut down to a layer or two of each kind, still a whole step: prologue, layers, epilogue, and backward through them.
+"""A trace cut down to a layer or two of each kind that is still a whole step: prologue, layers, epilogue, and their backwards.
 
-Where a layer's predecessor is left out, the latest value of the same shape and dtype takes its output's place: the numbers
-are others, what is computed is the same.
+Where a layer's predecessor is left out, the latest value of the same shape and dtype takes the place of its output: the
+numbers differ, the computation does not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Activations on a GPU at each moment of a step that can be its peak, from the LayerGraph and the decisions alone.
 
-Boundaries and what layers keep pile up through the forward and go one by one in the backward, so the peak is while head and
-loss run, or in one of the backwards. What is counted, as in memory_over_time.py: a boundary until its gradient, which takes its
-place, has been read; the gradient of one that is on the host; what a layer keeps; in its backward, the largest gradient within.
-What a kernel needs beside that is not.
+Boundaries and what layers keep accumulate through the forward and are freed one by one in the backward, so the peak is either
+while head and loss run or in one of the backwards. As in memory_over_time.py, this counts a boundary until its gradient, which
+takes its place, has been read; the gradient of a boundary that is on the host; what a layer keeps; and, in its backward, the
+largest gradient within. It does not count what a kernel needs besides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RUNNING = "running stage's activations"
 HEAD = "head and loss"
 
 SELECTED_SHARE = 0.5
-"""Of a layer's activation bytes, the most that a selective layer keeps."""
+"""The largest share of its activation bytes that a selective layer keeps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class Op:
 
     @property
     def stage(self) -> str:
-        """Of a compute op: its layer, with the lane if the step has several."""
+        """A compute op's layer, with the lane if the step has several."""
         return self.layer + self.name[len(split_lane(self.name)[0]) :]
 
 

@@ -212,14 +212,14 @@ def make_planfile(
 
 
 def model_hash(layers: LayerGraph) -> str:
-    """Of the model's structure and sizes, whatever the batch: stages with their groups, groups with sizes and uses."""
+    """A hash of the model's structure and sizes, whatever the batch: stages and their groups, groups with sizes and uses."""
     stages = [[s.name, s.kind, list(s.groups)] for s in layers.stages]
     groups = [[g.name, g.numel, g.num_trainable, list(g.uses)] for g in layers.groups]
     return content_hash([layers.model, stages, groups])
 
 
 def params_hash(layers: LayerGraph) -> str:
-    """Of every parameter's names, shape and place; '' for a graph that was read from a plan."""
+    """A hash of every parameter's names, shape and place; '' for a graph that was read from a plan."""
     params = [[g.name, list(p.names), list(p.shape), p.offset, p.trainable] for g in layers.groups for p in g.params]
     return content_hash(params) if params else ""
 
@@ -231,7 +231,7 @@ def decisions_hash(decisions: Decisions) -> str:
 
 
 def ops_hash(ops: OpGraph) -> str:
-    """Of ops, edges and slots, in order."""
+    """A hash of ops, edges and slots, in order."""
     return content_hash([[_plain(x) for x in part] for part in (ops.ops, ops.edges, ops.slots)])
 
 

@@ -264,7 +264,7 @@ class MetaRecorder(TorchFunctionMode):
         meter = None if cost_key in self._leaf_costs else Meter(self._resident)
         try:
             with self._opaque(meter), meter.running() if meter else nullcontext():
-                out = m._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                out = m._call_impl(*args, **kwargs)
         except TraceError:
             raise
         except Exception as e:
@@ -290,7 +290,7 @@ class MetaRecorder(TorchFunctionMode):
         """Records `cls.apply` whole: recording its forward's own calls would lose its backward."""
 
         def call(*a: Any, **k: Any) -> Any:
-            return cls.apply(*a, **k)  # type: ignore[no-untyped-call]
+            return cls.apply(*a, **k)
 
         call.__name__ = call.__qualname__ = cls.__name__
         where = f"autograd function {cls.__name__}"

@@ -25,7 +25,7 @@ def recording(recorder: MetaRecorder) -> Iterator[MetaRecorder]:
         # _call_impl: hooks run, a compiled version of the module (Module.compile) does not
         if recorder.is_leaf(m):
             return recorder.call_leaf(m, args, kwargs)
-        return m._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return m._call_impl(*args, **kwargs)
 
     def function_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if recorder.recording_calls:

@@ -9,7 +9,7 @@ from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, Stat
 from slidedp.compiler.layergraph import Group, LayerGraph
 
 STATE_BYTES = 12
-"""Of a trainable element: FP32 master and two moments."""
+"""Bytes of state for a trainable element: FP32 master and two moments."""
 
 
 def is_resident(group: Group, decision: GroupDecision) -> bool:

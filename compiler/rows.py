@@ -25,7 +25,7 @@ class Split:
     tied: bool
 
     def update_bytes(self, num_bytes: int, gradient_bytes: int) -> tuple[int, int]:
-        """Of an update of `num_bytes`, its gradient included: those of the untouched rows' part, and of the touched rows'.
+        """Splits an update of `num_bytes`, its gradient included: bytes for the untouched rows, and for the touched rows.
 
         A gradient of zero is not read.
         """

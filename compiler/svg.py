@@ -25,7 +25,7 @@ COLOURS = {
     OpKind.EPILOGUE: "#8a6fb5", OpKind.H2D: "#e08a2e", OpKind.D2H: "#b8611a", OpKind.ALL_GATHER: "#4a9d5b",
     OpKind.REDUCE: "#2f6f3d", OpKind.HOST_CAST: "#c2a83e", OpKind.HOST_REDUCE: "#a05a78", OpKind.CPU_UPDATE: "#c4473b",
 }  # fmt: skip
-"""Of the kinds that most plans have; the others take a hue by their place in the enum."""
+"""Colours of the kinds that most plans have; other kinds take a hue by their place in the enum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def colour(kind: OpKind | None) -> str:
 
 
 def timeline_rows(graph: OpGraph, timeline: Timeline) -> Iterator[tuple[Stream, float, str]]:
-    """Of each stream: itself, its busy share of the picture, and an SVG of its bars."""
+    """For each stream: the stream, its busy share of the picture, and an SVG of its bars."""
     shown = picture(timeline)
     for stream in shown.streams:
         mine = shown.on(stream)
@@ -122,7 +122,7 @@ def steps(curve: MemoryCurve, levels: Sequence[int], top: int) -> Iterator[tuple
 
 
 def height(level: int, top: int) -> float:
-    """Of `level` on a drawing 1000 high, from above."""
+    """The y coordinate of `level` in a drawing 1000 units high."""
     return round(1000 - 1000 * level / top, 1)
 
 

@@ -64,13 +64,13 @@ class Timeline:
     contended_us: Mapping[OpKind, int] = field(default_factory=dict)
     """By kind, how much longer ops took than alone, because others drew on the same resources; without contention, empty."""
     resources: Mapping[Resource, float] = field(default_factory=dict)
-    """Of what ops share, the fraction of its capacity that a step uses, fullest first. What is near 1 binds the step, whatever
-    the order of its ops. Without contention, empty."""
+    """The fraction of each shared resource's capacity that a step uses, fullest first. One near 1 bounds the step, whatever the
+    order of its ops. Without contention, empty."""
     steady: bool = True
     """False if the period still changed when the simulation gave up waiting for it to settle."""
     peer_wait_us: int = 0
-    """Of a measured step of several ranks: microseconds in which collectives waited for the last rank to begin them. This is
-    no part of `busy_us`, though the stream could do nothing else; skew between ranks is not predicted."""
+    """In a measured step of several ranks: microseconds in which collectives waited for the last rank to begin them. Not part of
+    `busy_us`, though the stream could do nothing else; skew between ranks is not predicted."""
 
     @property
     def utilisation(self) -> dict[Stream, float]:

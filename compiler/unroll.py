@@ -80,7 +80,7 @@ def picture(timeline: Timeline) -> Picture:
 
 
 def phase(timeline: Timeline) -> tuple[int, int, int]:
-    """Of a predicted step: when its compute starts, and how many steps before and after reach into the period from there."""
+    """When a predicted step's compute starts, and how many steps before and after overlap the period that starts there."""
     starts = [s.start_us for s in timeline.spans if s.stream is Stream.GPU] or [s.start_us for s in timeline.spans]
     origin, period = min(starts, default=0), timeline.step_us
     if not period:

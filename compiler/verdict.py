@@ -1,4 +1,4 @@
-"""What real steps have said of a plan: timed beside the default rule's plan, and whether choosing it has paid for itself."""
+"""The verdict of real steps on a plan: timed against the default rule's plan, and whether choosing it has paid for itself."""
 
 from __future__ import annotations
 

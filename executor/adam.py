@@ -191,7 +191,7 @@ class CpuAdam:
         return g, index[had], starts[had], ends[had]
 
     def cut(self, group: str, lo: int, hi: int) -> tuple[_GroupSteps, np.ndarray, np.ndarray, np.ndarray]:
-        """The same of all trainable parameters; counts nothing."""
+        """As :meth:`parts`, for all trainable parameters; counts nothing."""
         return self._groups[group], *self._groups[group].cut(lo, hi)
 
     def bind(self, group: str, lo: int, hi: int, what: What = What.UPDATE, rows: RowSet = RowSet.ALL, *,
@@ -212,7 +212,7 @@ class CpuAdam:
         return self._bound[key]
 
     def unbind(self) -> None:
-        """Bound updates are made anew: the state shows other buffers. None may be under way."""
+        """Forgets all bound updates, since the state has other buffers from here on. None may be under way."""
         self._bound.clear()
 
     def _make_native(self, bound: BoundUpdate) -> None:
@@ -270,7 +270,7 @@ class CpuAdam:
 
     @torch.no_grad()
     def _torch_apart(self, group: str, lo: int, hi: int, step: int, present: np.ndarray | Sequence[bool] | None) -> None:
-        """A copy, and the update of that: torch has no AdamW that writes elsewhere."""
+        """Updates a copy of the state, since torch has no AdamW that writes elsewhere."""
         g, both, side = self._groups[group], self._state.both(group), self._state.sides.of(group, step)
         now, candidate = both[side], both[1 - side]
         for old, new in ((now.master, candidate.master), (now.exp_avg, candidate.exp_avg), (now.exp_avg_sq, candidate.exp_avg_sq),

@@ -184,18 +184,6 @@ class CpuBackend:
         pass
 
 
-def open_backend(device: torch.device | str) -> Backend:
-    """The backend of a device. Raises ValueError for a device that this machine lacks or no backend serves."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        return CpuBackend()
-    if device.type == "cuda":
-        from slidedp.executor.cuda import CudaBackend
-
-        return CudaBackend(device)
-    raise ValueError(f"device: expected 'cpu' or 'cuda', got '{device}'")
-
-
 def poison(tensor: Tensor) -> None:
     """Test mode: fills a released slot with NaN, so that a read before the next write shows in the result."""
     assert tensor.is_floating_point() or tensor.dtype is torch.uint8, tensor.dtype

@@ -27,7 +27,8 @@ _OWNED = "_slidedp_owned"
 class Masters(Protocol):
     """What `adopt` needs of the host state (executor/host_state.py)."""
 
-    master: Mapping[str, Tensor]
+    @property
+    def master(self) -> Mapping[str, Tensor]: ...
 
     def load(self, values: Mapping[str, Tensor]) -> None: ...
 
@@ -141,7 +142,7 @@ class Binding:
 
 
     def give_back(self) -> None:
-        """The model is the user's alone again, whatever becomes of buffers that come back from the device. Idempotent."""
+        """Gives the model back to the user, even if its buffers cannot be copied back from the device. Idempotent."""
         try:
             self.restore()
         finally:
@@ -205,7 +206,8 @@ class BufferStore:
     def get(self, name: str) -> Tensor:
         """What the module holds now: a forward may have put a new tensor there."""
         container, key = self._places[name][0]
-        return container[key]
+        buffer: Tensor = container[key]
+        return buffer
 
     def set(self, name: str, value: Tensor) -> None:
         _set(self._places[name], value)
@@ -214,19 +216,30 @@ class BufferStore:
         return self._owners[name]
 
     def restore(self) -> None:
-        """The user's buffers again, with what has changed copied back. Idempotent."""
+        """The user's buffers again, with what has changed copied back. Idempotent. Raises RuntimeError, with all of them in their
+        places, if the device does not give one back.
+        """
+        failed: RuntimeError | None = None
         for name, (original, copy, version) in self._copied.items():
             now = self.get(name)
             if now is original:
                 continue  # done under another of its names
             if now is not copy or copy._version != version or isinstance(self._owners[name], nn.modules.batchnorm._NormBase):
-                if now.shape == original.shape and now.dtype == original.dtype:
-                    with torch.no_grad():
-                        original.copy_(now)
-                else:
-                    original = now.to(original.device)
+                try:
+                    original = _copied_back(now, original)
+                except RuntimeError as e:
+                    failed = e
             self.set(name, original)
         self._copied.clear()
+        if failed is not None:
+            raise failed
+
+
+@torch.no_grad()
+def _copied_back(now: Tensor, original: Tensor) -> Tensor:
+    if now.shape != original.shape or now.dtype != original.dtype:
+        return now.to(original.device)
+    return original.copy_(now)
 
 
 class _Broadcasts(Protocol):

@@ -69,7 +69,9 @@ class Buffers:
             "device, or compile with a smaller hbm_budget")
 
     def _size(self, slot: Slot) -> int:
-        """What comes back from the host has to fit the window there, which may be older; the rest of it then does not leave."""
+        """Bytes of one place of `slot`. What goes to the host must fit the window for its return, which an earlier graph may have
+        made smaller; the rest stays on the device.
+        """
         head, _, value = slot.name.partition(".")
         back = self._slots.get(f"back.{value.partition('.')[0]}[0]") if head == "off" else None
         return slot.bytes if back is None else min(slot.bytes, back.nbytes)
@@ -114,15 +116,15 @@ def dtype_of(slot: Slot, compute_dtype: torch.dtype, grad_dtype: torch.dtype) ->
 
 
 def holds_weights(slot: Slot) -> bool:
-    """Slots of weights and of their staging have the compute dtype; those of gradients and their sums, the gradients'."""
+    """True for slots of weights and of their staging, which have the compute dtype; the others have the gradients'."""
     return slot.name in ("w", "stage") or slot.name.startswith("held.")
 
 
 def may_come_later(slot: Slot) -> bool:
-    """True for what a step of more micro-batches adds: places for their sums, and for what they move to the host and back."""
+    """True for slots that a step of more micro-batches adds: for their sums, and for what they move to the host and back."""
     return slot.name.startswith("sum.") or slot.memory == "allocator" or holds_activations(slot)
 
 
 def holds_activations(slot: Slot) -> bool:
-    """Slots of activations on the host or back from it: bytes, of whatever dtypes a layer saves."""
+    """True for slots of activations on the host or back from it: bytes, since a layer saves tensors of any dtypes."""
     return slot.name.startswith(("off.", "back."))

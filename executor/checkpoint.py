@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import Group
 from slidedp.executor.checkpoint_files import CheckpointError, FileFact, FileLayer
-from slidedp.executor.checkpoint_moments import MOMENTS, ResidentMoments
+from slidedp.executor.checkpoint_moments import ResidentMoments
 from slidedp.executor.host_state import HostState, shaped
-from slidedp.executor.state_layout import Buffer
+from slidedp.executor.state_layout import MOMENTS, Buffer
 from slidedp.executor.tensor_files import TensorFile, layout, tensor_name
 
 FILE_BYTES = 2 * 2**30
@@ -143,7 +143,7 @@ def tensors(
 
     `elsewhere`: flat buffers that are not in the host state.
     """
-    out = {}
+    out: dict[str, Tensor] = {}
     for group in (state.groups[name] for name in part.groups):
         for buffer in buffers:
             params = [p for p in group.params if p.trainable or buffer is Buffer.MASTER]

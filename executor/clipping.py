@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteNorm(NonFiniteGradient):
-    """The norm of all gradients is not finite, and that was not to be passed over. No weight has moved."""
+    """The norm of all gradients is not finite, and `skip_nonfinite` is not set. No weight has moved."""
 
     def __init__(self, norm: float, step: int) -> None:
         RuntimeError.__init__(
@@ -49,25 +49,26 @@ _PIECE = 1 << 22
 
 @torch.no_grad()
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of each, FP32, on their device."""
+    """The Euclidean norm of each gradient: FP32 ``[len(gradients)]``, on their device."""
     return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
 
 
 @torch.no_grad()
 def norms_of_shard(gradient: Tensor) -> Tensor:
-    """FP64 norms of its pieces: of the sum of all squares, what depends on chunks and ranks is lost in rounding to FP32."""
+    """FP64 norms of a shard's pieces: in FP64, what depends on how it is cut disappears when the total is rounded to FP32."""
     return torch.stack([torch.linalg.vector_norm(piece, 2.0, dtype=torch.float64) for piece in gradient.split(_PIECE)])
 
 
 def factor(norm: Tensor, max_norm: float) -> float:
-    """As ``clip_grad_norm_`` has it, for an FP32 scalar: the same operations, for it multiplies by a reciprocal."""
+    """The clipping factor of ``clip_grad_norm_`` for an FP32 scalar `norm`, by the same operations and so with the same bits."""
     return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 class Clipping:
-    """Of one rank. `max_norm`: None to leave finite gradients as they are; `skip`: pass over steps that are not finite.
+    """Gradient clipping on one rank.
 
-    `quiet`: warn of nothing (another rank does).
+    `max_norm`: None to leave finite gradients as they are; `skip`: leave out steps that are not finite; `quiet`: do not warn
+    (another rank does).
     """
 
     def __init__(self, model: nn.Module, state: HostState, max_norm: float | None, skip: bool, *, quiet: bool = False) -> None:
@@ -88,10 +89,11 @@ class Clipping:
         return np.array(order, dtype=np.int64), np.array([self._state.param_index[params[i].name] for i in order], dtype=np.int64)
 
     def total_of(self, norms: Tensor, order: tuple[np.ndarray, np.ndarray], step: int) -> Tensor:
-        """The norm of the parameters' `norms`, which stand group by group, less of those that have had no gradient."""
+        """The norm over `norms`, one a parameter and group by group, without those of parameters that have had no gradient."""
         places, flags = order
         present = self._words.any_present(step, 0, len(self._state.param_index))[flags]
-        return torch.linalg.vector_norm(norms[torch.from_numpy(places[present])], 2.0)
+        total: Tensor = torch.linalg.vector_norm(norms[torch.from_numpy(places[present])], 2.0)
+        return total
 
     # ---- several ranks ----
 
@@ -100,13 +102,13 @@ class Clipping:
         self._words.post_norm(step, sum(float(n.square().sum()) for n in norms))
 
     def total(self, step: int) -> Tensor:
-        """The norm of what all ranks have posted."""
+        """The norm of all gradients, from the sums of squares that all ranks have posted."""
         return torch.tensor(math.sqrt(sum(self._words.norms(step))), dtype=torch.float32)
 
     # ---- what follows ----
 
     def decide(self, norm: Tensor, step: Step) -> Clip:
-        """The same on every rank. Raises NonFiniteNorm for what is not to be passed over, unless `run` raises for the loss."""
+        """Clips or skips, alike on all ranks. Raises NonFiniteNorm unless such steps are skipped or `run` raises for the loss."""
         if math.isfinite(norm) and math.isfinite(step.global_loss()):
             self._skipped_before = False
             scale = factor(norm, self.max_norm)
@@ -122,7 +124,7 @@ class Clipping:
         return Clip(float(norm), None)
 
     def warn(self) -> None:
-        """Of the first of steps in a row that were passed over; in the user's thread, where warnings can be filtered."""
+        """Warns of the first of each run of skipped steps; in the user's thread, where warnings can be filtered."""
         step, self._untold = self._untold, None
         if step is not None and not self._quiet:
             warnings.warn(f"step {step}: a gradient or the loss is not finite; the step is left out as a whole, and so is each "

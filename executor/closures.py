@@ -30,7 +30,7 @@ Task = Callable[[Step], None]
 
 
 class Closures:
-    """Of the ops of one graph, on one machine."""
+    """Makes the closures of one graph's ops, on one machine."""
 
     def __init__(self, graph: OpGraph, layers: LayerGraph, machine: Machine, facts: GraphFacts) -> None:
         self.graph, self.layers, self.machine, self.facts = graph, layers, machine, facts
@@ -38,7 +38,7 @@ class Closures:
         self.bound: dict[str, tuple[BoundUpdate, int | None]] = {}  # ops that can run without Python: update, first parameter
 
     def of(self, op: Op) -> Task:
-        """What the op's stream runs, in each step."""
+        """The function that the op's stream runs in each step."""
         task: Task = getattr(self, op.kind.value)(op)
         if not self.machine.options.poison:
             return task
@@ -155,7 +155,7 @@ class Closures:
 
         def task(step: Step) -> None:
             for value, of in left:
-                step.lanes[of].runner.leave(value, poisoned=poisoned)
+                step.lanes[of].runner.values.leave(value, poisoned=poisoned)
             runner, fallback = step.lanes[lane].runner, step.fallback
 
             def attempt() -> None:
@@ -170,7 +170,7 @@ class Closures:
         copy = self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_offload", step.lanes[lane].runner.offload(value, buffer, copy))
+            step.count("act_offload", step.lanes[lane].runner.values.offload(value, buffer, copy))
 
         return task
 
@@ -179,7 +179,7 @@ class Closures:
         (value, lane), copy = split_lane(op.writes[0].value.removeprefix("back.")), self.machine.backend.copy
 
         def task(step: Step) -> None:
-            step.count("act_reload", step.lanes[lane].runner.reload(value, buffer, slot, copy))
+            step.count("act_reload", step.lanes[lane].runner.values.reload(value, buffer, slot, copy))
 
         return task
 
@@ -206,7 +206,7 @@ class Closures:
         return task
 
     def require_gradient(self, group: str, present: Mapping[str, bool], step: Step) -> None:
-        """Its early updates went by that: the rows that a batch looks up are what the loss depends on."""
+        """Raises if a split embedding has no gradient: its early updates assume that the loss depends on the rows looked up."""
         name = self.layers.group(group).params[0].name
         if not present[name]:
             raise RuntimeError(f"step {step.number}: {name} has no gradient, though rows of it were looked up (detached?); "

@@ -1,4 +1,4 @@
-"""Collectives of one host's ranks: delivery's all-gather, the gradients' reduction, and a few integers between hosts.
+"""Collectives of one host's ranks: delivery's all-gather, the gradients' reduction, and a few integers between ranks.
 
     SingleRank      no peers: nothing to send
     RankCollectives NCCL on the current CUDA stream, or gloo on host tensors
@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -108,6 +108,9 @@ class SingleRank:
 
     def fail(self, error: Exception) -> None:
         """Instead of this rank's next call: the others' raise PeerFailed. See :func:`together`."""
+
+    def abort(self) -> None:
+        """After a failure, before the device is waited for: ends what is under way there, which another rank may never join."""
 
     def close(self, *, healthy: bool = True) -> None:
         """Destroys our process groups; after a failure, those without anything under way: it would be waited for. Idempotent."""
@@ -259,6 +262,12 @@ class RankCollectives(SingleRank):
     def barrier(self) -> None:
         self._meet()
 
+    def abort(self) -> None:
+        if self._data is not None and not self._as_bytes:
+            with suppress(Exception):  # the device may have failed; what is left under way is then ended with the process
+                dist.distributed_c10d._abort_process_group(self._data)
+            self._data = None
+
     def close(self, *, healthy: bool = True) -> None:
         self._scratch.clear()
         quiet = healthy or (self._as_bytes and not self._left)
@@ -310,7 +319,8 @@ class StagedGloo(RankCollectives):
 
     def close(self, *, healthy: bool = True) -> None:
         super().close(healthy=healthy)
-        self._memory.close()
+        with nullcontext() if healthy else suppress(RuntimeError):  # a device that has failed fails here too
+            self._memory.close()
 
 
 Collectives = SingleRank

@@ -50,7 +50,7 @@ class CudaQueue:
         return event
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return begin.elapsed_time(end) * 1e-3
+        return float(begin.elapsed_time(end)) * 1e-3
 
     def time_s(self, event: torch.cuda.Event) -> float:
         return self._clock.time_s(event)
@@ -76,7 +76,7 @@ class Clock:
         self._origin_s = time.perf_counter()
 
     def time_s(self, event: torch.cuda.Event) -> float:
-        return self._origin_s + self._origin.elapsed_time(event) * 1e-3
+        return self._origin_s + float(self._origin.elapsed_time(event)) * 1e-3
 
 
 class CudaBackend:
@@ -92,6 +92,7 @@ class CudaBackend:
         if self.device.index >= torch.cuda.device_count():
             raise ValueError(f"device: {self.device} does not exist, this process sees {torch.cuda.device_count()}")
         torch.cuda.init()
+        garbage.collect_abandoned()
         self._cap = AllocatorCap(self.device)
         self._clock = Clock(self.device)
         self._memory = PinnedMemory(self.device)
@@ -188,7 +189,7 @@ class CudaBackend:
                 f"{format_bytes(total)} free{allowed}")
 
     def trim(self) -> None:
-        garbage.collect()  # closures of an interpreter refer to it, and to slots
+        garbage.collect()  # what is left of a plan may refer to itself in cycles, and so keep slots alive
         torch.cuda.synchronize(self.device)  # what other streams have freed they may still write
         free_workspaces()
         with torch.cuda.device(self.device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slidedp.executor.streams import Aborted
+from slidedp.executor.tickets import Aborted
 from slidedp.executor.words import PeerError
 
 if TYPE_CHECKING:
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 class Exposure:
-    """Of one machine. `exposed`: the user may have written into the masters since the last step; `changed`: that has been taken
-    over on this rank, and what lives in HBM has to follow, on all ranks (:meth:`refresh`).
+    """Shows one machine's state in the user's module, and takes over what the user writes into it.
+
+    `exposed`: the user may have written into the masters since the last step; `changed`: this rank has taken that over, and state
+    in HBM has to follow, on all ranks (:meth:`refresh`).
     """
 
     def __init__(self, machine: Machine) -> None:

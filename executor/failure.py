@@ -17,7 +17,8 @@ from slidedp.executor.hangs import Hangs
 from slidedp.executor.liveness import Watchdog
 from slidedp.executor.options import MachineOptions
 from slidedp.executor.pulse import Pulse
-from slidedp.executor.streams import Aborted, Streams, Ticket
+from slidedp.executor.streams import Streams
+from slidedp.executor.tickets import Aborted, Ticket
 from slidedp.executor.words import AbortReason, PeerError, Words
 
 VERDICT_S = 3.0

@@ -1,16 +1,16 @@
-"""Out of memory in a step: layers keep less of what they have saved, and the op that did not fit is tried again.
+"""Out of memory in a step: layers keep less of what they have saved, and the op that failed is tried again.
 
-What a layer keeps is its rank's business alone, and none of it changes a bit (stages.py). So nothing of the step is lost or done
-twice, no other rank need know, and later steps begin with what fits:
+What a layer keeps concerns its own rank alone and changes no bit of the result (stages.py). So nothing of the step is lost or
+done twice, the other ranks need not know, and later steps begin with what fits:
 
-    a layer that keeps what its forward saved     drops it, and is run again for its backward. The first layers do before others,
-                                                  since theirs comes last; for an op that fails again, twice as many as before
-    a layer whose copy to the host is under way   lets it end, does not wait for its place to be needed, and recomputes next time
-    the layer whose forward fails                 keeps nothing itself, if no other has anything left
-    a rerun that is timed, to learn what to keep  is not timed, and nothing is kept of layers of its kind
+    a layer that keeps what its forward saved     drops it, and is run again for its backward. The first layers are asked first,
+                                                  since their backward comes last; twice as many if the op fails again
+    a layer whose copy to the host is under way   finishes it and frees its memory early; from the next step on it recomputes
+    the layer whose forward fails                 keeps nothing itself, if no other layer has anything left
+    a rerun that is timed, to learn what to keep  is not timed, and layers of its kind keep nothing
 
-If there is nothing of that left, garbage is collected, and then it is an error.
-This is for the allocator's refusals in compute ops. Slots, which all other ops work on, are there before the first step.
+If none of these is left, garbage is collected once; after that it is an error. This handles allocations that compute ops are
+refused. All other ops work on slots, which exist before the first step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Shortage:
 
 @dataclass(eq=False, slots=True)
 class Fallback:
-    """Of one specialisation, on this rank: layers that recompute, whatever they were planned to keep; the first step of which."""
+    """The state of one specialisation on this rank: `recomputed`, layers that recompute whatever they were planned to keep, and
+    `since`, the first step in which one did.
+    """
 
     expected: Expected = field(default_factory=Expected)
     recomputed: Layers = field(default_factory=dict)
@@ -117,11 +119,11 @@ class Fallback:
         dropped: Layers = {}
         freed = 0
         for (lane, layer), size in [item for item in self._held(step).items() if item[0] != here][:num]:
-            dropped[lane, layer] = step.lanes[lane].runner.drop(layer)
+            dropped[lane, layer] = step.lanes[lane].runner.values.drop(layer)
             freed += size
         for lane, layer in () if dropped else self._leaving(step)[:num]:
             step.tickets[step.moved_by[in_lane(f"act.{layer}", lane, len(step.lanes))]].wait_done()
-            freed += step.lanes[lane].runner.leave_early(layer)
+            freed += step.lanes[lane].runner.values.leave_early(layer)
             dropped[lane, layer] = Activation.OFFLOAD
         keeps_less = op.kind is OpKind.FORWARD and step.training  # an evaluation keeps nothing, and decides nothing for training
         if not dropped and keeps_less and self.activation(*here, keeps) is not Activation.RECOMPUTE:
@@ -131,13 +133,14 @@ class Fallback:
     @staticmethod
     def _held(step: Step) -> dict[tuple[int, str], int]:
         """Bytes that each layer could drop, in the order of the forwards."""
-        found = {(lane, layer): size for lane, micro in enumerate(step.lanes) for layer, size in micro.runner.held().items()}
+        held = [micro.runner.values.held() for micro in step.lanes]
+        found = {(lane, layer): size for lane, layers in enumerate(held) for layer, size in layers.items()}
         position = {(lane, p.name): i for lane, micro in enumerate(step.lanes) for i, p in enumerate(micro.runner.trace.programs)}
         return dict(sorted(found.items(), key=lambda item: (position[item[0]], item[0][0])))
 
     def _leaving(self, step: Step) -> list[tuple[int, str]]:
         """Layers that still keep what goes to the host, and have not been asked to let go of it: some of it may not fit there."""
-        found = [(lane, layer) for lane, micro in enumerate(step.lanes) for layer in micro.runner.leaving()]
+        found = [(lane, layer) for lane, micro in enumerate(step.lanes) for layer in micro.runner.values.leaving()]
         copies = [step.moved_by.get(in_lane(f"act.{layer}", lane, len(step.lanes))) for lane, layer in found]
         return [where for where, op in zip(found, copies, strict=True) if op in step.tickets and where not in self.recomputed]
 

@@ -1,4 +1,4 @@
-"""What running a graph needs to know of it as a whole: what each op waits for, and whose end matters to whom."""
+"""What the interpreter derives from a graph once: what each op waits for, and which ops' completion others wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOST_STREAMS = frozenset({Stream.CAST, Stream.HOST, Stream.CPU})
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Of one graph, ops by name in the order of the text.
+    """Facts about one graph; ops by name, in the order of the text.
 
     `op_names`: without snapshots, which no later step waits for. `compute`: on the GPU's stream. `ends`: when these are done, all
     are. `watched`: the host asks for their ends. `published`: other ranks wait for them. `split`: tables whose rows are split.
@@ -64,7 +64,9 @@ class GraphFacts:
 
 def waits(graph: OpGraph, op: Op) -> tuple[tuple[str, ...], tuple[str, ...], tuple[Edge, ...]]:
     """Ops of this step and of the one before whose tickets to wait for, and edges that other ranks must signal."""
-    same, before, across = [], [], []
+    same: list[str] = []
+    before: list[str] = []
+    across: list[Edge] = []
     for edge in graph.edges_into[op.name]:
         if edge.all_ranks:
             across.append(edge)

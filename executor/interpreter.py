@@ -20,7 +20,7 @@ from slidedp.executor.step import Step
 
 if TYPE_CHECKING:
     from slidedp.executor.machine import Machine
-    from slidedp.executor.streams import Ticket
+    from slidedp.executor.tickets import Ticket
 
 
 class Interpreter:

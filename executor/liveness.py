@@ -110,8 +110,8 @@ class Watchdog:
                 if record.reason is AbortReason.HUNG:
                     self._end_if_stuck(record.text, in_calls_only=True)
                     return
-            elif self._error is None and (text := self._hung(elapsed_s)) is not None:
-                self._end_if_stuck(text, in_calls_only=True)
+            elif self._error is None and (finding := self._hung(elapsed_s)) is not None:
+                self._end_if_stuck(finding, in_calls_only=True)
                 return
             error = self._local_error()
             if error is not None and error is suspect and not isinstance(error, PeerError):

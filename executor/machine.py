@@ -13,7 +13,7 @@
       Meetings            what ranks tell one another outside of steps (meetings.py)
       Saves               a checkpoint being written beside training (saving.py)
       Interpreter         one per graph, made before its first step (interpreter.py, closures.py)
-      Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py)
+      Runners             of the stages of each trace, one for each micro-batch of a step (runners.py, stages.py, stage_values.py)
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from slidedp.compiler.ops import Edge, OpGraph, Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.rows import find_splits
 from slidedp.executor.adam import CpuAdam
-from slidedp.executor.backend import Backend, open_backend
+from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding, share_buffers
-from slidedp.executor.buffers import may_come_later
+from slidedp.executor.buffers import Buffers, may_come_later
 from slidedp.executor.clipping import Clip, Clipping
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.devices import open_backend
 from slidedp.executor.exposure import Exposure
 from slidedp.executor.failure import Failure
 from slidedp.executor.fallback import Fallback, warn
@@ -52,8 +53,8 @@ from slidedp.executor.runners import Runners
 from slidedp.executor.saving import Saves
 from slidedp.executor.step import MicroBatch, Step
 from slidedp.executor.step_updates import Updates
-from slidedp.executor.streams import Aborted, Ticket
 from slidedp.executor.switching import DRAINED, FIRST_OP_WORD, Lowered, equip
+from slidedp.executor.tickets import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
 from slidedp.executor.words import AbortReason, Board, PeerError
 
@@ -91,9 +92,11 @@ class Machine:
         self.word_of: dict[str, int] = {}
         self.interpreters: list[Interpreter] = []
         self.in_flight: Step | None = None
+        self.cut_short: list[Step] = []  # steps in which something has failed: their batches stay until the device is done
         self.steps_at: dict[int, int] = {}  # turn -> training steps, it included, of the last few
         self.compute_end_s = 0.0
         self.closed = False
+        self.buffers: Buffers  # by `equip` (switching.py), as is `resident`
         self.resident: ResidentState | None = None
         self.registered: dict[int, Tensor] = {}  # host memory that the device copies from and to, by address
         if self.world_size > 1:
@@ -258,7 +261,10 @@ class Machine:
                 left -= 1
                 last = left == 0
             if last:
-                step.release()
+                if self.streams.error is None:
+                    step.release()
+                else:
+                    self.cut_short.append(step)
                 if step.grad_norms is not None and self.resident:
                     with step.says_what_moved():
                         self.resident.adam.require_finite(step.grad_norms, step.number)
@@ -345,7 +351,8 @@ class Machine:
         self.words.abort(self.rank, AbortReason.ERROR, f"{type(error).__name__}: {error}")
         if hasattr(self, "streams"):
             self.streams.close()
-        self.backend.close()
+        with suppress(RuntimeError):  # the device may be what has failed
+            self.backend.close()
         self.state.close(keep_master=False)
 
     def close(self) -> None:
@@ -363,6 +370,8 @@ class Machine:
         finally:
             failed_save = self.saves.end(healthy=self.streams.error is None)
             self.streams.close()
+            if self.in_flight is not None and self.streams.error is not None:
+                self.collectives.abort()  # the device would wait for other ranks, which have left the step
             try:
                 self.backend.drain()  # a copy may still be under way, into memory that is about to go
             except RuntimeError as e:
@@ -389,11 +398,13 @@ class Machine:
             raise failed_save
 
     def let_go(self) -> None:
-        """Of all on the device. Plans, results of steps and errors may be kept for long after they have ended."""
+        """Drops all references to device memory: plans, results and errors may be kept long after the machine is closed."""
         if hasattr(self, "buffers"):
             self.buffers.clear()
         for interpreter in self.interpreters:
             interpreter.clear()
         self.interpreters.clear()
         self.runners.clear()
+        for step in filter(None, (*self.cut_short, self.in_flight)):
+            step.release()
         self.failure.clear_frames()

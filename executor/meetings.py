@@ -1,8 +1,4 @@
-"""What ranks tell one another outside of steps, for a checkpoint say, through shared memory: no wait for a rank that is gone.
-
-A collective of torch.distributed that waits for a process which has been stopped cannot be given up: it would keep ours from
-ending. Meetings are looked at again and again, as all else that waits for ranks is, and end with the error that names the rank.
-"""
+"""Collectives through shared memory, between steps (for a checkpoint, say): they never wait for a rank that is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +15,10 @@ OUTSIDE = -1
 
 
 class Meetings(SingleRank):
-    """Of one thread of each rank, on a `board` of its own. `check`: see :class:`Words`. `cause`: the error to raise for one."""
+    """Collectives among one thread of each rank, on a `board` of its own.
+
+    `check`: see :class:`Words`. `cause`: maps an error seen while waiting to the one to raise.
+    """
 
     def __init__(self, words: Words, board: Board, check: Check, cause: Callable[[BaseException], BaseException]) -> None:
         self.rank, self.world_size = words.rank, words.world_size

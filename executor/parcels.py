@@ -41,7 +41,7 @@ class Geometry:
 
     @classmethod
     def of(cls, t: Tensor) -> Geometry:
-        return cls(t.dtype, t.storage_offset(), t.size(), t.stride())
+        return cls(t.dtype, int(t.storage_offset()), t.size(), t.stride())
 
     def over(self, memory: Tensor, start: int = 0) -> Tensor:
         """The tensor over the storage of `memory`, where its own storage would begin `start` bytes in."""

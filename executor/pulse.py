@@ -78,7 +78,7 @@ class Pulse:
         self.rank, self.world_size = words.rank, words.world_size
         self._rows = words.pulse
         self._mine: np.ndarray = words.pulse[words.rank]
-        self._bytes = memoryview(self._mine.view(np.uint8))  # type: ignore[arg-type]
+        self._bytes = memoryview(self._mine.view(np.uint8))
         self._saving_lock = threading.Lock()
 
     # ---- written ----
@@ -131,14 +131,16 @@ class Pulse:
 
     def read(self, rank: int) -> Reading:
         row = self._rows[rank]
-        raw = row.view(np.uint8).tobytes()
+        raw: bytes = row.view(np.uint8).tobytes()
 
         def text(at: int, size: int) -> str:
             return raw[at : at + size].partition(b"\0")[0].decode(errors="replace")
 
         names = {stream: text(8 * _NAMES + i * _NAME_BYTES, _NAME_BYTES) for stream, i in _STREAMS.items()}
-        return Reading(*(int(x) for x in row[: _LOADS + 1]), tuple(row[_DONE : _DONE + len(_STREAMS)].tolist()),
-                       {stream: name for stream, name in names.items() if name}, text(_PLACE, _PLACE_BYTES))
+        beat, arrived, step, turn, fresh, saving, loads = row[: _LOADS + 1].tolist()
+        return Reading(beat, arrived, step, turn, fresh, saving, loads,
+                       done=tuple(row[_DONE : _DONE + len(_STREAMS)].tolist()),
+                       ops={stream: name for stream, name in names.items() if name}, place=text(_PLACE, _PLACE_BYTES))
 
 
 @cache
@@ -174,5 +176,5 @@ def is_in_a_call(thread: threading.Thread) -> bool:
 
 
 def lowest(ranks: Sequence[int], readings: Sequence[Reading]) -> int:
-    """Of `ranks`, the one that has got least far."""
+    """The one of `ranks` that has got least far."""
     return min(ranks, key=lambda r: (readings[r].turn, sum(readings[r].done)))

@@ -162,7 +162,7 @@ class ResidentState:
         self._shown = turn
 
     def _answer(self) -> None:
-        """Of several ranks: the thread that copies this rank's part when any rank asks."""
+        """Runs in a thread of its own where there are several ranks: copies this rank's part when any rank asks."""
         words = self._host.words
         try:
             if self._backend.device.type == "cuda":

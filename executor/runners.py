@@ -1,4 +1,4 @@
-"""The stage runners of a plan: one for each trace, and for each of several micro-batches of one step that share a trace."""
+"""The stage runners of a plan: one a trace, and more where several micro-batches of a step share a trace."""
 
 from __future__ import annotations
 

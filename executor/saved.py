@@ -1,17 +1,17 @@
-"""What autograd saves in a layer's forward, and what becomes of it until the backward.
+"""What autograd saves in a layer's forward, and where it is kept until the backward.
 
-A layer's forward runs with gradients, and its graph is kept for its backward. Of what the graph saves, nothing is held that
-the plan does not pay for:
+A layer's forward runs with gradients, and its graph is kept for its backward. Of what the graph saves, only what the plan pays
+for is kept in memory:
 
-    a weight, or an input of the stage     a reference (:class:`_Located`): where it lies in memory that has a name. It is
-                                           bound at backward time, so a weight's slot can be refilled in between
-    anything else                          a holder, by the order in which they are saved. It keeps the tensor (`retain`),
-                                           sends it to the host and has it back in time (`offload`), or is empty until the
-                                           layer is run again: the rerun saves the same tensors in the same order, and ends
-                                           early, with the last one that an empty holder waits for
+    a weight, or an input of the stage     a reference (:class:`_Located`): its place in memory that has a name. It is
+                                           resolved at backward time, so a weight's slot can be refilled in between
+    anything else                          a holder, numbered in the order of saving. It keeps the tensor (`retain`), or sends
+                                           it to the host and gets it back in time (`offload`), or is empty until the layer
+                                           is run again: the rerun saves the same tensors in the same order, and stops early,
+                                           once the last empty holder is filled
 
-Source: `torch.utils.checkpoint` without reentrant autograd, whose hooks these resemble. Differences: when a layer is run
-again is the graph's decision and not that of the first unpack, and weights and inputs are known by their storage.
+Source: `torch.utils.checkpoint` without reentrant autograd, whose hooks these resemble. Differences: the op graph, not the
+first unpack, decides when a layer is run again; and weights and inputs are recognised by their storage.
 """
 
 from __future__ import annotations

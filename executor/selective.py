@@ -1,11 +1,11 @@
-"""Selective recompute: some of a layer's operations are not run again, because their results have been kept.
+"""Selective recompute: results of some of a layer's operations are kept, and those operations are not run again.
 
-Which ones is measured, not listed: in the first step the rerun of one layer of each kind times every operation, and keeps for
-later steps those whose results cost more time a byte than the whole layer's activations do. Holding those saves more than the
-same bytes of layers that retain everything would.
+Which ones is measured, not listed: in the first step, the rerun of one layer of each kind times every operation, and keeps,
+for later steps, results that cost more time a byte than the layer's activations do as a whole. Keeping those saves more time
+than the same bytes spent on layers that retain everything.
 
-Operations are known by their place in the order of calls, which is the same whenever a layer runs: a TorchDispatchMode, below
-autograd, counts them. Source: the selective checkpointing of `torch.utils.checkpoint`, which goes by name.
+Operations are identified by their place in the order of calls, which is the same whenever a layer runs: a TorchDispatchMode,
+below autograd, counts them. Source: the selective checkpointing of `torch.utils.checkpoint`, which goes by name.
 """
 
 from __future__ import annotations

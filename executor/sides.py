@@ -1,8 +1,9 @@
-"""Which of its two sides is the state of each group that speculates, step by step (host_state.py says what a side is).
+"""Which of its two sides holds the state of each group that speculates, step by step (host_state.py says what a side is).
 
-A step that is not clipped changes the side of every group that it has made a candidate for; any other step leaves it. So it is
-on every rank the same, for the norm of all gradients is. And it is known before anything that needs it may begin: what reads the
-state of a step, or writes over what was the state before, waits for the step before to be settled, and that waits for its norm.
+A step that is not clipped switches the side of every group that it has made a candidate for; any other step switches none. All
+ranks agree on it, since all have the same norm. It is known before anything that depends on it may begin: whatever reads the
+state of a step, or overwrites the state before it, waits until the step before is settled, which in turn waits for that step's
+norm.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ DEPTH = 8
 
 
 class Sides:
-    """Of one rank. Steps are numbers of training steps, from 1."""
+    """Which side holds the state of each group that speculates, on one rank. Steps are numbers of training steps, from 1."""
 
     def __init__(self, groups: Iterable[str] = ()) -> None:
         self._cells = {name: np.zeros(DEPTH, dtype=np.int64) for name in groups}

@@ -22,5 +22,5 @@ def peer_wait_s(events: Sequence[tuple[str, Stream, float, float]], collectives:
     counts = [count for (count,) in collectives.gather_ints([len(own)])]
     assert len(set(counts)) == 1, f"ranks have recorded {counts} collectives"
     starts_ns = collectives.gather_ints([round(start * 1e9) for start, _ in own]) if own else []
-    last_s = [max(starts) * 1e-9 for starts in zip(*starts_ns, strict=True)]
+    last_s: list[float] = [max(starts) * 1e-9 for starts in zip(*starts_ns, strict=True)]
     return sum(max(0.0, min(last, end) - start) for last, (start, end) in zip(last_s, own, strict=True))

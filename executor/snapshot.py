@@ -1,18 +1,18 @@
-"""What a save that runs beside training has read of the state, and what it still has to.
+"""Reads the state for a save beside training, and keeps track of what has been read.
 
-This rank's parts of the state (what this rank alone updates) are cut into pieces, and each is copied once: into a slot of a
-bounded buffer, from where the save's thread writes it out, which frees the slot.
+This rank's parts of the state (those that it alone updates) are cut into pieces. Each piece is copied once, into a slot of a
+bounded buffer; the save's thread writes it to the file, which frees the slot.
 
     unread ──▶ being read ──▶ read, in a slot ──▶ written
 
-Two threads read. `read` is called by a `snapshot` op, for which an update waits (passes/snapshot.py has the order): it returns
-once the parts that the update will overwrite have been copied, and so waits while all slots are full: that is the stall, and
-`stall_s` is the time for which some update had all that it needed but for this. `drain`, in the save's own thread, writes out
-full slots and, when there are none, reads what is next in the files: without it a save would wait for a step that may not come.
+Two threads read. `read` is called by a `snapshot` op, for which an update waits (passes/snapshot.py): it returns once the
+pieces that the update will overwrite have been copied, and so waits while all slots are full. This is the stall: `stall_s` is
+the time for which an update waited for nothing else. `drain`, in the save's own thread, writes full slots out and, when there
+are none, reads the next piece in the order of the files: otherwise a save would wait for a step that may never come.
 
-A piece is read by whoever claims it under the lock, and nobody reads it again: what a later `snapshot` op, or `drain`, would find
-there may be newer. Each update of the step after the save waits for its `snapshot` op; every later one for that update. So
-whatever is unread is as it was when the save began.
+A piece is read by whichever thread claims it under the lock, and never again: a later reader could find newer values. Each
+update of the step after the save waits for its `snapshot` op, and every later update for that one. So whatever is unread is as
+it was when the save began.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from torch import Tensor
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import Group, cut_chunks, shard
 from slidedp.executor.checkpoint_files import CheckpointError
-from slidedp.executor.checkpoint_moments import MOMENTS
 from slidedp.executor.host_state import HostState
 from slidedp.executor.resident import ResidentState
-from slidedp.executor.state_layout import Buffer
+from slidedp.executor.state_layout import MOMENTS, Buffer
 from slidedp.executor.tickets import Ticket
 
 BYTES_PER_ELEMENT = 12
@@ -81,9 +80,9 @@ def cut(lo: int, hi: int, most: int) -> list[tuple[int, int]]:
 
 
 class Snapshot:
-    """Of one rank and one save. `buffer_bytes`: of the slots together. Made while no step is under way.
+    """Reads one rank's part of the state for one save. Made while no step is under way.
 
-    `resident`: the state that lives in HBM, if any does.
+    `buffer_bytes`: of the slots together; `resident`: the state that lives in HBM, if any does.
     """
 
     def __init__(self, state: HostState, decisions: Decisions, resident: ResidentState | None, buffer_bytes: int) -> None:

@@ -1,16 +1,15 @@
-"""What a stage leaves between its forward and its backward."""
+"""The autograd graph of one stage, from its forward until its backward, and the gradients that come of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
-from slidedp.executor.parcels import Geometry, Parcel
 from slidedp.executor.saved import SavedTensors
 from slidedp.executor.selective import Keeping
 
@@ -30,7 +29,7 @@ class Graph:
 
     `weights`: of the forward, whose gradients are asked for. `saved`: what the graph saved, None if torch holds it. `keeping`:
     results that a selective recompute need not compute again. `act`: what becomes of what it saved; `moves`: it goes to the
-    host. `spent`: a backward that has failed has used it up, and another must be made.
+    host. `spent`: a backward that has failed has used it up, and another must be made. `names`: of the outputs, spent or not.
     """
 
     inputs: Mapping[str, GradientEdge | Tensor]
@@ -41,6 +40,14 @@ class Graph:
     act: Activation = Activation.RECOMPUTE
     moves: bool = False
     spent: bool = False
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.outputs)
+
+    def spend(self) -> None:
+        """A backward has failed: autograd may have freed some of what was saved, so nothing of it can be used again."""
+        self.spent, self.inputs, self.outputs, self.saved, self.keeping = True, {}, {}, None, None
 
     def kept(self) -> list[Tensor]:
         """What it keeps alive now, beside weights and inputs."""
@@ -50,24 +57,13 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of a stage: of its inputs, by name; of the trainable weights of each group."""
+    """What a stage's backward has found: gradients of its inputs, by name, and of the trainable weights of each group."""
 
     of_inputs: dict[str, Tensor]
     of_weights: dict[str, list[Tensor | None]]
 
 
-@dataclass(slots=True)
-class Boundary:
-    """Inputs of a stage that go to the host. `away`: by name what they are like and where in the parcel their storage begins;
-    `slot`: where they have come back to.
-    """
-
-    parcel: Parcel
-    away: dict[str, tuple[Geometry, int]]
-    slot: Tensor | None = None
-
-
 def edges_of(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:
-    """Of the outputs that have a gradient, by name."""
+    """Gradient edges of the outputs that require a gradient, by name."""
     named = dict(zip(program.outputs, outputs, strict=True))
     return {name: get_gradient_edge(named[name]) for name in program.grad_outputs if named[name].requires_grad}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slidedp.executor.fallback import Fallback, Shortage
     from slidedp.executor.machine import Machine
     from slidedp.executor.stages import StageRunner
-    from slidedp.executor.streams import Ticket
+    from slidedp.executor.tickets import Ticket
 
 
 MOST_AHEAD = 16 << 20
@@ -74,7 +74,7 @@ class Step:
     speculating: frozenset[str] = frozenset()
     """Groups that it makes candidates for."""
     shortages: list[Shortage] = field(default_factory=list)
-    """Of device memory, that have been got over."""
+    """Shortages of device memory that the step has recovered from."""
     epilogue: Ticket = None  # type: ignore[assignment]  # the last, once it has been submitted
     wall_s: float = 0.0
     exposed_s: float = 0.0
@@ -82,7 +82,7 @@ class Step:
     grad_norms: torch.Tensor | None = None
     """Largest gradient elements of parameters whose state is in HBM; to be read once the step's last update is done."""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of parts of the gradients, by value; until the step's norm is known."""
+    """Norms of parts of the gradients, by value; kept until the step's norm is known."""
     home_norms: list[torch.Tensor] = field(default_factory=list)
     clip: Clip | None = None
     clip_known: threading.Event = field(default_factory=threading.Event)

@@ -1,6 +1,6 @@
-"""Updates: how an op runs one, and what its end means for the step.
+"""How a step's ops run updates: as Python functions, or through the native queue.
 
-    Updates       as Python functions, of state on the host or in HBM; and which parameters have a gradient to update by
+    Updates       Python functions, for state on the host or in HBM; also which parameters have a gradient to be updated by
     StepUpdates   one step's updates on the CPU, through the native queue
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Of one machine."""
+    """Runs the updates of one machine, as Python functions."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

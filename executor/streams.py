@@ -183,7 +183,7 @@ class Streams(Mapping[Stream, Worker]):
         self,
         devices: Mapping[Stream, DeviceQueue] | None = None,
         *,
-        enter: Callable[[Stream], None] | None = None,
+        enter: Callable[[Stream], object] | None = None,
         delay: Callable[[str], float] | None = None,
         trace: Trace | None = None,
     ) -> None:

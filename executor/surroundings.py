@@ -1,4 +1,4 @@
-"""What a layer's forward may change besides making its outputs, and a recompute must find as it was: generators and buffers."""
+"""Generators and buffers: what a layer's forward may change besides its outputs, and a recompute must find as it was."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Before:
 
 @dataclass(slots=True)
 class Changed:
-    """Of that state, what the forward has changed, as it was before."""
+    """What the forward has changed of that state, as it was before."""
 
     rng: RngState | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)

@@ -1,13 +1,13 @@
-"""One machine, another plan: what a plan needs of a machine, and how it is exchanged between two steps.
+"""Replaces the plan of a running machine by another, between two steps.
 
-    equip     slots, resident state, words, registered memory: all that is of one plan
-    leave     gives it up; the whole state is on the host after it, and the model shows it
-    switch    the one after the other, on all ranks or on none
+    equip     makes what belongs to one plan: slots, resident state, words, registered memory
+    leave     gives it up; afterwards the whole state is on the host, and the model shows it
+    switch    one after the other, on all ranks or on none
 
-What training is stays as it is: the host's masters and moments, step counts, learning rates, generators, streams, process groups.
-Only one plan's slots are there at a time, so that the HBM budget holds. State that lives in HBM, cut alike, in both plans stays
-where it is; other state of either in HBM crosses the host, 12 bytes a parameter. The host has room for all the plans that the
-machine was built for (host_state.py).
+Training itself is not touched: the host's masters and moments, step counts, learning rates, generators, streams and process
+groups stay. Only one plan's slots exist at a time, so that the HBM budget holds. State that lives in HBM in both plans, cut
+alike, stays where it is; other state in HBM crosses the host, 12 bytes a parameter. The host has room for all the plans that
+the machine was built for (host_state.py).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class TensorFile:
 
 
 def layout(name: str, shapes: Mapping[str, Sequence[int]]) -> TensorFile:
-    """Of FP32 tensors by name."""
+    """The file that holds FP32 tensors of these shapes, by name."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0
     for tensor in sorted(shapes):
@@ -43,7 +43,7 @@ def layout(name: str, shapes: Mapping[str, Sequence[int]]) -> TensorFile:
 
 
 def tensor_name(buffer: Buffer, param: str) -> str:
-    """Of a parameter's weights, or of one of its moments."""
+    """The name in a file of a parameter's weights, or of one of its moments."""
     return param if buffer is Buffer.MASTER else f"{buffer}.{param}"
 
 

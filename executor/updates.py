@@ -90,7 +90,7 @@ class UpdateQueue:
 
 
 def _in_process(pid: int, call: Callable[[int], object], address: int) -> None:
-    """Not in a fork of it, which has a copy of the queue but none of its threads: waiting for them would never end."""
+    """Calls `call(address)` in process `pid`, not in a fork of it: that has a copy of the queue, but no threads to wait for."""
     if os.getpid() == pid:
         call(address)
 

@@ -306,15 +306,15 @@ class Words:
         return Ranks(self.world_size, self.layout.row, _LINE)
 
     def address_of_word(self, word: int) -> int:
-        """Of rank 0's; the other ranks' follow it."""
+        """The address of rank 0's word; the other ranks' follow it."""
         return int(self._words.ctypes.data) + self._words.strides[0] * word
 
     def address_of_losses(self, step: int) -> int:
-        """Of rank 0's loss cell of `step`: its stamp, which is ``step + 1`` once the loss behind it is there."""
+        """The address of rank 0's loss cell of `step`: of its stamp, which is ``step + 1`` once the loss behind it is there."""
         return int(self._losses[step % LOSS_DEPTH].ctypes.data)
 
     def address_of_present(self, step: int, param: int) -> int:
-        """Of rank 0's flag of `param`."""
+        """The address of rank 0's flag of `param`."""
         return int(self._present[step % 2].ctypes.data) + param
 
     # ---- accesses ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every stream is to those who submit to it: a host thread that takes ops in and answers each with a Ticket."""
+"""The interface of every stream: a host thread that takes ops in and answers each with a Ticket."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Takes activations and boundaries to the host and back: a window of places out, pinned memory, a window of places back.
+"""Inserts the copies of activations and boundaries to the host and back: HBM window -> pinned memory -> HBM window.
 
-A value is copied out right behind the op that makes it, and its place is free for the next one's when that is done and the
-forward has read it. It is copied back as soon as a place there is free, and used from there. The last values to leave are
-still in their places when the backward comes for them: they are not moved.
+A value is copied out right after the op that makes it. Its place in the outgoing window is free for the next value once that
+copy is done and the forward has read it. It is copied back as soon as the returning window has a free place, and is used from
+there. The last values to leave are still in the outgoing window when the backward needs them: these are not moved.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Activations(Pass):
                   bytes=m.num_bytes)
 
     def locate(self, op: Op, head: str, out: dict[str, Ref], back: dict[str, Ref]) -> Op:
-        """`op` with its reads and writes where they are. A backward also reads the layer's inputs: its graph refers to them."""
+        """`op` with the places of its reads and writes. A backward also reads the layer's inputs, which its graph refers to."""
         in_backward = op.kind in (OpKind.RECOMPUTE, OpKind.BACKWARD)
         reads, inputs = op.reads, in_lane(op.layer, op.lane, self.layers.num_lanes)
         if head == "h" and op.kind is OpKind.BACKWARD and inputs in out:

@@ -1,25 +1,27 @@
-"""Has updates wait for the norm of all gradients, so that they can be clipped by it, or left out.
+"""Makes updates wait for the norm of all gradients, so that they can be clipped by it, or left out.
 
-The norm is taken where each gradient is and in the order in which gradients come: of a group's when the last stage has added
-to it, on the GPU; on several ranks, of each chunk's sum, on whatever stream has made it, so that no buffer is held up.
+The norm is taken where each gradient is, in the order in which gradients are completed: on one rank, on the GPU, once the last
+stage has added to a group's gradient; on several ranks, of each reduced chunk, on the stream that has made it, so that no
+buffer is held up.
 
-    grad_norm.L03    norms of a gradient's parts, where it is                         norm.L03
-    norms            those of all groups, on the host                                 norms
-    norm             several ranks: this rank's sum of squares, where all can see it  norm
-    clip             the factor for every gradient, on every rank the same            clip
+    grad_norm.L03    norms of the parts of a gradient, where it is                        norm.L03
+    norms            those of all groups, on the host                                     norms
+    norm             several ranks: this rank's sum of squares, visible to all            norm
+    clip             the factor for every gradient, the same on every rank                clip
 
-Deferred updates read `clip`, and so stand behind it: first those that the next step needs first. Nothing else is held up by it.
-Those of a group that speculates stay where they are, as its gradient arrives, and make a candidate instead of the next version:
+Deferred updates read `clip` and therefore run after it, those first that the next step needs first. Nothing else waits for it.
+Updates of a group that speculates run as its gradient arrives, and make a candidate instead of the next version of the state:
 
     cpu_update.L03.c0    H.L03, P.L03@0 -> C.L03            during the backward, unclipped
     settle.L03.c0        C.L03, H.L03, P.L03@0, clip -> P.L03@1, S.L03@1
 
-If there is nothing to clip, to settle is to take the candidate: its buffer becomes that of the state, no byte moves. Else the
-update is done again from the old state, which is still there, and the gradient, which every group has a host buffer of its own
-for; or, on a step that is left out, nothing is. A candidate of a gradient that is not finite is one that nobody takes.
+If there is nothing to clip, `settle` accepts the candidate: its buffer becomes the state's, and no byte moves. If there is,
+the update is done again, from the old state, which is still there, and from the gradient, for which every group has a host
+buffer of its own. If the step is left out, nothing is done. A candidate made from a gradient that is not finite is never
+accepted.
 
-Which groups should speculate? An update pays for its second buffers if its gradient comes early, so that the cores would
-otherwise wait for the norm: the last layers. Of the first, the update could hardly begin before the norm is known.
+Which groups should speculate? The second set of buffers pays where a gradient is complete early, so that the cores would
+otherwise wait for the norm: in the last layers. In the first layers, the update could hardly begin before the norm is known.
 """
 
 from __future__ import annotations

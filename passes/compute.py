@@ -1,9 +1,12 @@
-"""Lowers stages to compute ops: forward in order, the loss, then each layer's backward in reverse, after its recompute if
-it has kept nothing; each for all micro-batches (lanes) of the step in turn, so that a layer's weights are there for all of them.
+"""Lowers stages to compute ops: the forwards, the loss, then each layer's backward in reverse order, preceded by its recompute.
 
-The result has no transfers yet: weights (`W`) and gradients (`G`) are named but come from and go to nowhere. Gradients are summed
-over the lanes in their order: in `G` itself if it is FP32, else in an FP32 sum of the stage (`A`), which the last lane rounds.
-What several stages add to (a tied embedding) is summed stage by stage, so its last bits are not those of one lane after another.
+A layer that has kept its activations has no recompute. Each stage runs for all micro-batches (lanes) of the step in turn, so
+that its weights are delivered once for all of them.
+
+The result has no transfers yet: weights (`W`) and gradients (`G`) have names, but no source or destination. Gradients are
+summed over the lanes in their order: in `G` itself if that is FP32, else in an FP32 sum of the stage (`A`), which the last
+lane rounds. Where several stages add to a gradient (a tied embedding), it is summed stage by stage, so its last bits differ
+from those of one lane after another.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Inserts what brings weights to the GPU: cast (or shadow) -> host-to-device copy -> all-gather, chunk by chunk.
+"""Inserts the delivery of weights to the GPU: cast (or shadow) -> host-to-device copy -> all-gather, chunk by chunk.
 
-Resident weights need none of it: they are there when the step begins.
+Resident weights need none: they are in HBM when the step begins.
 
-A delivery is issued as soon as its slot is free: behind the last reader of what the slot held before. On several ranks
-the route `sharded` copies 1/N of each chunk to each GPU and gathers the rest over the GPU links.
+A delivery is issued as soon as its slot is free: after the last reader of what the slot held before. On several ranks the
+route `sharded` copies 1/N of each chunk to each GPU and gathers the rest over the GPU links.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inserts what takes gradients home: reduction between the GPUs and one copy back, or copies back and a host reduction.
+"""Inserts the gradients' way to the host: a reduction between the GPUs and one copy, or copies and a reduction on the host.
 
 Both routes sum the ranks' gradients in rank order in FP32 and round once, so they give the same bits for any chunking.
 Gradients of resident groups are summed on the GPUs and stay there.

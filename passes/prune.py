@@ -1,8 +1,8 @@
-"""Removes edges that the others and the streams imply: what is left is what the executor has to wait for.
+"""Removes edges that other edges and the streams imply: those left are what the executor has to wait for.
 
-Every edge costs an event, so the fewest are kept. A path of other edges orders at least as much as the edge it replaces:
-the same steps and the same ranks. The unrolled graph has no cycles, so which edges are implied does not depend on the order
-in which they are removed, but for edges between the same two ops: those are merged first.
+Every edge costs an event, so as few as possible are kept. A path of other edges orders at least as much as the edge it
+replaces: the same steps and the same ranks. The unrolled graph has no cycles, so which edges are implied does not depend on
+the order of removal, except for edges between the same two ops: those are merged first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slidedp.compiler.reach import Reach
 from slidedp.passes.base import Pass
 
 PREFERENCE = (Reason.DATA, Reason.VERSION, Reason.REUSE, Reason.STREAM)
-"""Of several reasons for one edge, the first is kept: it says most about why the order is what it is."""
+"""Where one edge has several reasons, the first of these is kept: it says most about why the order is what it is."""
 
 
 @dataclass(frozen=True)

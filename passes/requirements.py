@@ -1,11 +1,11 @@
-"""What must wait for what, derived from reads, writes and places alone: the verifier's side of the bargain.
+"""What must be ordered before what, derived from reads, writes and places alone: the verifier's own derivation.
 
-Two laws give everything, within a step, between steps and between ranks:
+Two laws cover everything, within a step, between steps and between ranks:
 
 - a read comes after the writes of the very bytes and version that it reads (`flow`);
 - bytes are overwritten only after everything that still reads or writes what they held (`overwrite`).
 
-No edge is looked at here. :mod:`slidedp.passes.verify` tests each requirement by reachability.
+Edges play no part here. :mod:`slidedp.passes.verify` tests by reachability whether they imply each requirement.
 """
 
 from __future__ import annotations

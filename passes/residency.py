@@ -1,8 +1,8 @@
-"""Inserts the optimizer of groups whose state lives in HBM: an update on the GPU of each rank's part, and an all-gather.
+"""Inserts the optimizer of groups whose state lives in HBM: each rank's GPU updates its part, then an all-gather follows.
 
-The update reads the gradient where the backward or the reduction has left it, and writes the master's and the weights' next
-version in place. On several ranks each updates its shard, and the others' weights come over the GPU links: behind the next
-group's reductions, for these free gradient slots, and the weights are not needed before the next step.
+The update reads the gradient where the backward or the reduction has left it, and writes the next version of master and
+weights in place. On several ranks each updates its shard and gathers the others' weights over the GPU links, after the
+reductions of the next group: those free gradient slots, while the weights are not needed before the next step.
 """
 
 from __future__ import annotations

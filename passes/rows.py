@@ -1,19 +1,19 @@
-"""Splits the update of an embedding: rows that no batch of the step looks up are updated right behind the head and the loss.
+"""Splits the update of an embedding: rows that no batch of the step looks up are updated right after the head and the loss.
 
-What the prologue's backward, the last op of a step, adds to the gradient is zero in those rows, so they need not wait for it:
+The prologue's backward, the last op of a step, adds nothing to the gradient of those rows, so they need not wait for it:
 
-    tied     d2h.early.E.c0          G.E@1, the head's part -> H.E      and whatever sums it over the ranks
+    tied     d2h.early.E.c0          G.E@1, the head's part -> H.E      then reduced over the ranks as usual
              cpu_update.early.E.c0   H.E[untouched] -> P.E[untouched]
              d2h.E.c0                G.E@2, all of it -> H.E@1
              cpu_update.E.c0         H.E@1[touched] -> P.E[touched]
-    untied   cpu_update.early.E.c0   nothing, for the gradient is zero -> P.E[untouched], once the loss is known
+    untied   cpu_update.early.E.c0   no gradient, since it is zero -> P.E[untouched], once the loss is known
              cpu_update.E.c0         H.E[touched] -> P.E[touched]
 
-Which rows they are the host knows when the step begins, from the batches of all ranks: both updates read `batch`. The gradient
-comes home as a whole, twice where the table is tied; the second time waits for the early updates to have read the first. The
-bits are those of one update: an element's depend on its own gradient, state and step only, however a chunk is cut. (A head's
-gradient of -0.0 is 0.0 once the prologue has added 0.0; AdamW makes the same of both as long as its moments are not -0.0, and
-they never are with a beta1 above 0.5.)
+The host knows these rows when the step begins, from the batches of all ranks: both updates read `batch`. The gradient is
+copied to the host as a whole, twice where the table is tied; the second copy waits until the early updates have read the
+first. The result has the bits of one update, since an element's bits depend on its own gradient, state and step only, however
+a chunk is cut. (A head's gradient of -0.0 is 0.0 once the prologue has added 0.0; AdamW makes the same of both as long as its
+moments are not -0.0, which they never are with a beta1 above 0.5.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slidedp.compiler.rows import Split, find_splits
 from slidedp.passes.base import Pass, insert_after
 
 HOME = ("R.", "Q.", "H.")
-"""Values on a gradient's way home."""
+"""Values of a gradient on its way to the host's update."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RowUpdates(Pass):
         return op.kind is OpKind.CPU_UPDATE or any(ref.value.startswith(HOME) for ref in op.writes)
 
     def halves(self, op: Op, group: Group, split: Split) -> tuple[Op | None, Op]:
-        """(what is done for the untouched rows, None if nothing is; what is done when the gradient is complete)."""
+        """(the op for the untouched rows, None if there is none; the op for when the gradient is complete)."""
         name = op.name.replace(f".{group.name}.", f".early.{group.name}.")
         if op.kind is not OpKind.CPU_UPDATE:
             before = replace(op, name=name, reads=select(op.reads, RowSet.UNTOUCHED), writes=select(op.writes, RowSet.UNTOUCHED))
@@ -77,7 +77,7 @@ class RowUpdates(Pass):
 
 
 def select(refs: tuple[Ref, ...], rows: RowSet) -> tuple[Ref, ...]:
-    """`refs`, those of chunks for some rows only; of a gradient's untouched rows, the contribution before the last."""
+    """`refs`, with those of chunks restricted to `rows`; for untouched rows of a gradient, the contribution before the last."""
 
     def of(ref: Ref) -> Ref:
         before = ref.value.startswith("G.") and rows is RowSet.UNTOUCHED
@@ -87,5 +87,5 @@ def select(refs: tuple[Ref, ...], rows: RowSet) -> tuple[Ref, ...]:
 
 
 def later(refs: tuple[Ref, ...]) -> tuple[Ref, ...]:
-    """`refs`, what is on its way home for the second time."""
+    """`refs`, those of values on their way to the host as version 1: the second return."""
     return tuple(replace(ref, version=1) if ref.value.startswith(HOME) else ref for ref in refs)

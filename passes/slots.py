@@ -1,9 +1,9 @@
-"""Places weights and gradients in HBM: a bounded window of slots for layers, a buffer of their own for what is held.
+"""Places weights and gradients in HBM: a bounded window of slots for layers, a buffer of its own for each held group.
 
-Held are groups of several stages, and those that the decisions keep in HBM; their gradients still go through the gradient
-slots if they are one layer's own. A use takes the slot that has been free for longest, so deliveries are issued in the
-order in which the GPU needs them.
-Layers still in the window when the forward ends stay there for their backward: they are not delivered twice.
+Held are groups that several stages use, and those that the decisions keep in HBM. The gradient of a held group still goes
+through the gradient slots if only one layer uses the group. A use takes the slot that has been free for longest, so deliveries
+are issued in the order in which the GPU needs them. Layers still in the window when the forward ends stay there for their
+backward: they are not delivered twice.
 """
 
 from __future__ import annotations

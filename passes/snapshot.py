@@ -1,11 +1,11 @@
-"""Reads the state for a checkpoint while a step runs: each part before the update that overwrites it.
+"""Makes a step read the state for a checkpoint: each part before the update that overwrites it.
 
-A save that goes on beside training is of the state between two steps. The step after it, which would overwrite that state, is
-lowered with a `snapshot` op for every part that is updated: it reads the same part of ``P`` at version 0, after the update of the
-step before has made it, and the update waits for it. Ranks read their own parts, so that no rank waits for another's.
+A save beside training is of the state between two steps. The step after it, which would overwrite that state, is lowered with
+a `snapshot` op for every part that is updated. The op reads that part of ``P`` at version 0, after the previous step's update
+has made it, and this step's update waits for the op. Each rank reads its own parts, so that none waits for another's.
 
-Runs on a graph that has been lowered and verified. It adds reads alone, and with each read the two edges that the laws of
-:mod:`slidedp.passes.requirements` ask for: what was sound is sound still (tests/test_snapshot.py has the verifier say so).
+The pass runs on a graph that has been lowered and verified. It adds only reads, each with the two edges that the laws of
+:mod:`slidedp.passes.requirements` ask for, so a sound graph stays sound (tests/test_snapshot.py has the verifier check it).
 """
 
 from __future__ import annotations

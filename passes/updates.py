@@ -1,8 +1,8 @@
-"""Inserts the optimizer: one CPU update a returned chunk, which makes the version that the next step delivers.
+"""Inserts the optimizer: a CPU update for each returned chunk, which makes the version that the next step delivers.
 
-Each rank updates its own part of every chunk. Updates have no order among themselves but their deadlines: the `cpu`
-stream takes, of the chunks at hand, the one whose group the next forward needs first (DESIGN §5). A group that speculates gets
-a second op behind the norm of all gradients: see clipping.py.
+Each rank updates its own part of every chunk. Updates have no order among themselves but their deadlines: the `cpu` stream
+takes, of those that can run, the one whose group the next forward needs first (DESIGN §5). A group that speculates gets a
+second op after the norm of all gradients: see clipping.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,31 @@
 """SlideDP: full-parameter fine-tuning of models whose training state does not fit in GPU memory, compiled.
 
     plan = slidedp.compile(model, "auto")
-    for batch in loader:
-        print(plan.run(batch).loss)
+    losses = [plan.run(batch).loss for batch in loader]
 
-The face of the package; see compiler/ (what a plan is), passes/ (how it is lowered) and executor/ (how it runs).
+This folder is the face of the package.
+
+    what a plan is, how it is lowered, and how it runs; each folder's ``__init__.py`` has a map like this one
+        compiler passes executor
+    `compile`, and the plan that it returns
+        api settings ranks batch plan artefact agreement
+    planning: trace, decide, lower; machines and models by name
+        planner specialisation decide autopolicy speculation slicing plancache cache hardware presets paper
+    the first batch and the first steps: measured costs, and plans timed against one another
+        first_batch calibrate validation candidate recheck
+    checkpoints, learning rates, the end
+        checkpoints saving schedule ending
+    reports: what a plan is, what binds it, what else it could be
+        report explanation what_if sensitivity sweep estimate page
+    the command line
+        __main__ cli cli_show cli_train progress version
+    ``slidedp train``
+        train train_config typed_config train_resume train_schedule model_files documents packed_rows loader metrics stopping
+    `SlideTrainer`, in transformers' Trainer
+        hf hf_arguments hf_checkpoints
 """
 
+from slidedp.agreement import StopAsked
 from slidedp.api import compile
 from slidedp.batch import BatchError
 from slidedp.checkpoints import Checkpoint
@@ -26,7 +45,7 @@ from slidedp.executor.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
-from slidedp.plan import Plan, StopAsked
+from slidedp.plan import Plan
 from slidedp.version import __version__
 
 load_plan = PlanFile.load

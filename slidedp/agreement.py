@@ -25,6 +25,10 @@ SAVES = 2
 SAVE_FAILED = 2
 
 
+class StopAsked(Exception):
+    """`Plan.ask_to_stop` was called on some rank. Raised on all, before the same step; the one before it is the last."""
+
+
 class Posted(NamedTuple):
     """One rank's part of the exchange before a step.
 
@@ -55,7 +59,7 @@ def agree_on_decisions(decisions: Decisions, layers: LayerGraph, collectives: Co
 
 
 def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) -> None:
-    """ValueError, on every rank, unless all are to clip, and to skip, alike: each would make another model. Collective."""
+    """ValueError, on every rank, unless all have the same clipping options: otherwise their models would differ. Collective."""
     limit = options.max_grad_norm
     asked = collectives.gather_ints([as_int(0.0 if limit is None else limit), int(options.skip_nonfinite)])
     for other, theirs in enumerate(asked):
@@ -64,8 +68,27 @@ def refuse_if_options_differ(options: MachineOptions, collectives: Collectives) 
 
 
 def exchange(machine: Machine, mine: Posted) -> list[Posted]:
-    """Everybody's, by rank. Collective: the first thing of a step, of an evaluation, and of a save beside training."""
+    """Every rank's `Posted`, by rank. Collective; the first thing in a step, an evaluation, and a save beside training."""
     return [Posted(*row[: len(mine)]) for row in machine.agree(mine)]
+
+
+def agree_on_step(machine: Machine, own: Posted, problem: Exception | None) -> list[Posted]:
+    """Every rank's part of the exchange before a step or an evaluation, by rank, once all are found to go together. Collective.
+
+    `problem`: this rank's own error, raised here once the other ranks know of it. On all ranks: raises StopAsked if one has been
+    asked to stop, and what :func:`refuse_if_ranks_differ` raises; uploads masters that live in HBM if a user has written to them.
+    """
+    posted = exchange(machine, own)
+    if any(row.failed == SAVE_FAILED for row in posted):
+        machine.saves.tell()  # this rank's own error, if it comes later, is no news
+    if problem is not None:
+        raise problem
+    refuse_if_ranks_differ(posted, machine.rank)
+    if any(row.changed for row in posted):
+        machine.exposure.refresh()
+    if any(row.stop_asked for row in posted):
+        raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
+    return posted
 
 
 def refuse_if_ranks_differ(posted: Sequence[Posted], rank: int) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidedp.compiler.choices import Choices, find_choices, pinned_slots
@@ -92,22 +92,23 @@ class Problem:
     hbm_budget: int
     host_budget: int
     policy: Mapping[str, Any] | None = None
-
-    def choices(self, rule: Decisions) -> Choices:
-        return find_choices(self.layers, rule, self.policy)
-
-    def fixed(self, decisions: Decisions) -> Choices:
-        """No choice: `decisions` as they are."""
-        choices = self.choices(decisions)
-        selected = zip(choices.families, choices.encode(decisions), strict=True)
-        return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
+    _unscaled: OptionCosts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         contention = Contention(self.hw, self.layers.world_size)
         object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs, contention))
 
+    def choices(self, rule: Decisions) -> Choices:
+        return find_choices(self.layers, rule, self.policy)
+
+    def fixed(self, decisions: Decisions) -> Choices:
+        """Choices that leave nothing open: `decisions` as they are."""
+        choices = self.choices(decisions)
+        selected = zip(choices.families, choices.encode(decisions), strict=True)
+        return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
+
     def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
-        """Unscaled graphs share what they asked the cost model."""
+        """The event graph of `choices`. `scale`: factors of durations, by stream; unscaled graphs share the model's answers."""
         costs = replace(self._unscaled, scale=dict(scale)) if scale else self._unscaled
         return build_event_graph(self.layers, choices, costs)
 
@@ -179,7 +180,7 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[Stream, float]) 
 def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:
     """The choices with the slots in which a good plan is fastest: the rule's unless others save more than `WORTH`."""
     base = problem.choices(rule)
-    pinned = pinned_slots(problem.layers, problem.policy)
+    pinned = pinned_slots(problem.policy)
     best = base.with_frame(hint) if hint is not None else base
     graph, rows = problem.graph(best), problem.rows(best)
     selection = best.encode(hint) if hint is not None else best.default

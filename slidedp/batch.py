@@ -53,7 +53,7 @@ def check_batch(batch: Mapping[str, Tensor], trace: Trace | None = None) -> dict
 def micro_batches(batches: Batches, slices: int = 1) -> list[dict[str, Tensor]]:
     """The lanes of a step: each batch, checked, in at most `slices` pieces. Raises BatchError, saying which one is wrong."""
     if isinstance(batches, Mapping) or not isinstance(batches, Sequence) or isinstance(batches, str):
-        return cut_rows(check_batch(batches), slices)  # type: ignore[arg-type]  # it says what else there may be
+        return cut_rows(check_batch(batches), slices)  # raises, saying so, unless it is a mapping
     if not batches:
         raise BatchError("a step needs a batch: the sequence of micro-batches is empty")
     out = []
@@ -80,7 +80,7 @@ def check_lanes(lanes: Sequence[Mapping[str, Tensor]], traces: Sequence[Trace]) 
 
 
 def num_batches(batches: Batches) -> int:
-    """As the user counts them: into how many slices a rank cuts one is its own business. Of what is no batch, 1."""
+    """The number of micro-batches that the user gave, whatever the number of slices; 1 for what is no sequence of batches."""
     return len(batches) if isinstance(batches, Sequence) and not isinstance(batches, str) else 1
 
 

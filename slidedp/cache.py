@@ -33,7 +33,7 @@ def cache_folder(folder: str | Path | None = None) -> Path | None:
 
 
 def machine_hash(device_type: str, num_ranks: int) -> str:
-    """Of what measurements depend on: processor, cores, GPUs, torch, and how many ranks measure."""
+    """A hash of what measurements depend on: processor, cores, GPUs, torch, and how many ranks measure."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device_type == "cuda" else []
     return content_hash([os.uname().nodename, processor(), len(os.sched_getaffinity(0)), gpus, torch.__version__, num_ranks])
 

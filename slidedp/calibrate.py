@@ -91,7 +91,7 @@ def _measure(model: nn.Module, trace: Trace, batch: Mapping[str, Tensor], settin
 
 
 def _slowest(mine: Measurement, collectives: Collectives) -> Measurement:
-    """Each phase as the slowest rank has it, if all ranks have measured the same phases; else this rank's own."""
+    """Each phase's cost on the slowest rank, if all ranks have measured the same phases; else this rank's own costs."""
     keys = zlib.crc32("\n".join(f"{p.kind_key} {p.phase} {p.act}" for p in mine.phases).encode())
     everyone = collectives.gather_ints([keys, len(mine.phases), round(mine.seconds * 1e3)])
     if any(row[:2] != everyone[0][:2] for row in everyone) or not mine:

@@ -1,4 +1,4 @@
-"""A plan that may yet be exchanged for another one (validation.py), with what the planner knows of it."""
+"""A plan that takes part in a trial (validation.py), with what the planner knows of it and the times of its steps."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Candidate:
 
     @property
     def median_us(self) -> int:
-        """Of the steps that count; at least 1."""
+        """Median time of the steps that count; at least 1."""
         return max(statistics.median_low(self.times_us[1:]), 1)

@@ -120,7 +120,8 @@ def find(directory: Path, collectives: Collectives) -> Checkpoint:
     Damaged ones are named in a warning and passed over. Raises CheckpointError when none is left.
     """
     single = (directory / "manifest.json").is_file()
-    candidates, passed_over = [directory] if single else complete(directory), []
+    candidates = [directory] if single else complete(directory)
+    passed_over: list[str] = []
     for path in candidates:
         wrong = what_is_wrong(path, collectives)
         if wrong is None:

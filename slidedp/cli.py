@@ -63,7 +63,7 @@ def one_line(error: Exception) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other mistake is said."""
+    """Reports mistakes in one line, like all other errors of the command line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"slidedp: error: {message} (see {self.prog} --help)\n")
@@ -190,7 +190,7 @@ def overhead_of(chosen: AutoPlan) -> str:
 
 
 def warn_of_missing_gpus(hw_profile: str, ranks: int) -> None:
-    """One GPU a rank; ranks on the CPU are processes, as many as one likes."""
+    """Warns if there are more ranks than GPUs; on the CPU, ranks are processes, of which there may be any number."""
     hw = load_profile(hw_profile)
     if ranks > hw.num_gpus and hw.gpu_name != "cpu":
         print(f"slidedp: warning: {ranks} ranks, but the profile {hw.name} has {hw.num_gpus} GPU{'s' * (hw.num_gpus > 1)}: its "
@@ -198,7 +198,7 @@ def warn_of_missing_gpus(hw_profile: str, ranks: int) -> None:
 
 
 def read_policy(path: str | None, fixes: Sequence[str]) -> dict[str, Any]:
-    """What ``--policy`` pins, a plan all of it, under what ``--fix`` pins."""
+    """The pins of ``--policy`` (a plan pins everything), overridden by those of ``--fix``."""
     policy = load_policy(path) or {}
     return merge_policies(policy.policy() if isinstance(policy, PlanFile) else policy, parse_fixes(fixes))
 

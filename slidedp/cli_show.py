@@ -58,7 +58,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def show_predicted(args: argparse.Namespace, plan: PlanFile) -> None:
-    """All that needs the step to be simulated anew."""
+    """Prints and writes all that needs the step to be simulated anew."""
     width = args.width or shutil.get_terminal_size().columns
     world, notes = what_if(plan, args.hw)
     outcome = world.outcome(plan.decisions)

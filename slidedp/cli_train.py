@@ -31,12 +31,12 @@ def describe(kind: type[Any], indent: str = "  ") -> Iterator[str]:
     for f in fields(kind):
         if is_dataclass(hints[f.name]):
             yield f"{indent}{f.name}:"
-            yield from describe(hints[f.name], indent + "  ")  # type: ignore[arg-type]
+            yield from describe(hints[f.name], indent + "  ")
             continue
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         shown = "required" if default is MISSING else f"default {default if default not in (None, ()) else 'none'}"
         yield f"{indent}{f.name}  ({shown})"
-    yield from (f"{indent}# {line}".rstrip() for line in inspect.getdoc(kind).splitlines())  # type: ignore[union-attr]
+    yield from (f"{indent}# {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines())
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -1,9 +1,8 @@
-"""Who decides what nobody pinned: a loaded plan, the rule, or the solver on top of the rule. Called once a plan, by rank 0.
+"""Decides what nobody has pinned: by a loaded plan, the rule, or the solver on top of the rule. Called once a plan, by rank 0.
 
-`solver="cp-sat"`, the default, starts from the rule's decisions, which are also what is kept when solving finds nothing better
-in simulation, when the step is tiny (see autopolicy.py: short tests and toys plan as fast as before), and, with one warning,
-where ortools is not installed. Solved decisions are cached by all that they depend on. Which groups speculate is decided around
-that: see speculation.py.
+`solver="cp-sat"`, the default, starts from the rule's decisions. They are also the result when solving finds nothing better in
+simulation, when the step is tiny (autopolicy.py), and, with one warning, where ortools is not installed. Solved decisions are
+cached under everything that they depend on. Which groups speculate is decided around that: see speculation.py.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def decide(layers: LayerGraph, settings: Settings, measurement: Measurement | No
 
 
 def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Settings) -> AutoPlan:
-    """From the rule's decisions on, as far as there is a solver and it is asked for."""
+    """What the solver makes of the rule's decisions; these themselves, where there is no solver or it is not asked for."""
     if settings.solver == "rule":
         return AutoPlan(rule)
     if find_spec("ortools") is None:
@@ -76,7 +75,7 @@ def solved(problem: Problem, rule: Decisions, layers: LayerGraph, settings: Sett
 
 
 def problem_and_rule(layers: LayerGraph, settings: Settings, measurement: Measurement | None = None) -> tuple[Problem, Decisions]:
-    """What there is to solve, and the rule's decisions for it, which fit. BudgetError as of :func:`decide`."""
+    """The problem to solve, and the rule's decisions for it, which fit. Raises BudgetError as :func:`decide` does."""
     problem = problem_of(layers, settings, measurement)
     try:
         return problem, rule_that_fits(layers, settings, problem)
@@ -91,21 +90,21 @@ def least_bytes(layers: LayerGraph, settings: Settings) -> dict[str, int]:
     boundless = by_the_rule(layers, replace(settings, hbm_budget=NO_BUDGET, host_budget=NO_BUDGET))
     each: list[dict[str, int]] = []
     for start in smaller(layers, boundless, policy):
-        choices = find_choices(layers, smallest_frame(start, pinned_slots(layers, policy)), policy)
+        choices = find_choices(layers, smallest_frame(start, pinned_slots(policy)), policy)
         rows = memory_rows(layers, choices, NO_BUDGET, NO_BUDGET)
         each.append({row.place: row.needed(least(row, rows, choices)) for row in rows})
     return {place: min(needs[place] for needs in each) for place in each[0]}
 
 
 def by_the_rule(layers: LayerGraph, settings: Settings) -> Decisions:
-    """Defaults under what the user pins; a loaded plan pins all of it."""
+    """The rule's decisions with the user's pins; a loaded plan pins all of them."""
     policy = settings.policy.policy() if isinstance(settings.policy, PlanFile) else settings.policy
     return default_decisions(layers, settings.hw, policy=policy, cost_model=settings.cost_model, hbm_budget=settings.hbm_budget,
                              host_budget=settings.host_budget)
 
 
 def head_chunks_before_costs(layers: LayerGraph, settings: Settings) -> int:
-    """In how many chunks the plan will make the logits, which is settled before costs are: pinned, or the rule's."""
+    """The number of chunks of logits, which is settled before costs are known: as pinned, or by the rule."""
     if isinstance(settings.policy, PlanFile):
         return settings.policy.decisions.head_chunks
     try:
@@ -174,11 +173,11 @@ def rule_that_fits(layers: LayerGraph, settings: Settings, problem: Problem) -> 
 
 
 def least_short(problem: Problem, starts: Sequence[Decisions], without_pins: Callable[[], bool]) -> BudgetError:
-    """Why nothing fits, of the start that misses fewest bytes."""
+    """Why nothing fits, explained for the starting point that exceeds its budgets by the fewest bytes."""
     layers, policy = problem.layers, problem.policy
     found = []
     for start in starts:
-        choices = find_choices(layers, smallest_frame(start, pinned_slots(layers, policy)), policy)
+        choices = find_choices(layers, smallest_frame(start, pinned_slots(policy)), policy)
         rows = problem.rows(choices)
         found.append((sum(max(0, row.needed(least(row, rows, choices)) - row.budget) for row in rows), choices, rows))
     _, choices, rows = min(found, key=lambda each: each[0])
@@ -199,7 +198,7 @@ def smallest_that_fits(problem: Problem, rule: Decisions, policy: object) -> Dec
     """The first frame, from the rule's to the smallest, in which the least of some budget fits both."""
     layers = problem.layers
     pins = problem.policy if policy else None
-    pinned = pinned_slots(layers, pins)
+    pinned = pinned_slots(pins)
     for frame in (*find_frames(layers, rule, pinned), smallest_frame(rule, pinned)):
         choices = find_choices(layers, frame, pins)
         start = fitting_start(memory_rows(layers, choices, problem.hbm_budget, problem.host_budget), choices)

@@ -9,7 +9,7 @@ from slidedp.executor.machine import Machine
 
 
 def close(machine: Machine) -> None:
-    """With the process groups that it was given: what a library still does at Python's end may end the process with an abort."""
+    """Closes the machine, then the process groups that it was given: left open, they may abort the process when Python exits."""
     try:
         machine.close()
     finally:

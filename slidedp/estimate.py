@@ -38,7 +38,7 @@ class Estimate:
     misfit: str = ""
 
     def __str__(self) -> str:
-        rows = [("", "at least", "by the rule", "there is", "")]
+        rows: list[tuple[str, ...]] = [("", "at least", "by the rule", "there is", "")]
         for place, name in PLACES.items():
             uses: dict[str, int] = getattr(self.planned, place)
             sizes = self.least[place], sum(uses.values()), self.has[place]

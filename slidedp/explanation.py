@@ -288,7 +288,7 @@ def forced(world: WhatIf, planned: Outcome, target: str, field: str, value: Any,
 
 
 def mattering(world: WhatIf, planned: Outcome) -> tuple[Alternative, ...]:
-    """Of each decision, for all groups at once, the value that helps most, else hurts most; those that change most first."""
+    """For each decision, taken for all groups at once, the value that helps most, or else hurts most; largest changes first."""
     found = []
     for target, field in [*(("*", f) for f in GROUP_FIELDS), *(("", f) for f in PLAN_FIELDS)]:
         others = [a for a in alternatives(world, planned, target, field, thorough=False)

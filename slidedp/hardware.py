@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,9 +75,10 @@ def measure_hardware(
         collectives.close()
     base, cuda = detect(ranks.device.type), ranks.device.type == "cuda"
     gpu_name = torch.cuda.get_device_name(ranks.device) if cuda else base.gpu_name
+    rates: dict[str, Any] = dict(figures.rates)
     profile = replace(
         base, name=f"{gpu_name} x{ranks.world_size} (measured)", gpu_name=gpu_name, tables=figures.tables,
-        num_gpus=ranks.world_size if cuda else base.num_gpus, **figures.rates)  # fmt: skip
+        num_gpus=ranks.world_size if cuda else base.num_gpus, **rates)  # fmt: skip
     if keep and ranks.rank == 0:
         write_cached(kept_profile(ranks, cache_dir), profile.to_yaml())
     return profile
@@ -108,9 +110,10 @@ def detect(device_type: str | None = None) -> HardwareProfile:
     return fit(nearest, num_gpus=num_gpus, hbm_bytes=hbm_bytes, host_bytes=host_bytes, num_cores=num_cores)
 
 
-def fit(profile: HardwareProfile, **sizes: int) -> HardwareProfile:
+def fit(profile: HardwareProfile, *, num_gpus: int, hbm_bytes: int, host_bytes: int, num_cores: int) -> HardwareProfile:
     """`profile` with this machine's sizes. Its name says so: it is no longer the built-in one, and its hash is another."""
-    return replace(profile, name=f"{profile.name} (this machine)", **sizes)
+    return replace(profile, name=f"{profile.name} (this machine)", num_gpus=num_gpus, hbm_bytes=hbm_bytes,
+                   host_bytes=host_bytes, num_cores=num_cores)
 
 
 def host_memory_bytes() -> int:
@@ -124,7 +127,7 @@ def host_memory_bytes() -> int:
 
 
 def nearest_profile(gpu_name: str, num_gpus: int, profiles: list[HardwareProfile]) -> HardwareProfile:
-    """Of `profiles` with a GPU, the nearest: words of the GPU's name first, then the number of GPUs, then the name's order."""
+    """The nearest of `profiles` with a GPU: by words shared with the GPU's name, then number of GPUs, then name."""
     words = set(gpu_name.lower().split())
     gpus = [p for p in profiles if p.gpu_name != "cpu"]
     return min(gpus, key=lambda p: (-len(words & set(p.gpu_name.lower().split())), abs(p.num_gpus - num_gpus), p.name))

@@ -52,6 +52,9 @@ class SlideTrainer(Trainer):
     Raises ValueError for an argument that it would not honour; says which, and the remedy.
     """
 
+    model: nn.Module
+    optimizer: StepRate | None
+
     def __init__(self, model: nn.Module | None = None, args: TrainingArguments | None = None, *others: Any,
                  plan_options: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         args = args or TrainingArguments("tmp_trainer")
@@ -93,7 +96,7 @@ class SlideTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the plan decides what is where."""
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> StepRate:
         """The handle that schedulers work on; the plan's own optimizer is the AdamW that the arguments describe."""
         if self.optimizer is None:
             self.optimizer = StepRate(self.args.learning_rate)
@@ -116,15 +119,14 @@ class SlideTrainer(Trainer):
         optimizer = hf_arguments.adamw(self.args, self.model, self.get_decay_parameter_names(self.model))
         plan = compile(self.model, optimizer=optimizer, loss_fn=self._loss_fn(), compute_dtype=self._compute_dtype,
                        max_grad_norm=limit, device=self.args.device, **options)
-        self.create_optimizer()
-        plan.optimizer = self.optimizer
+        plan.optimizer = self.create_optimizer()
         return plan
 
     def _training_example(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A training batch to plan for, when an evaluation comes first: its batches have another size. Else `batch`."""
-        data = self.train_dataset
-        if isinstance(data, IterableDataset) or not has_length(data):
+        if isinstance(self.train_dataset, IterableDataset) or not has_length(self.train_dataset):
             return batch
+        data: Any = self.train_dataset
         rows = [data[i] for i in range(min(self._train_batch_size, len(data)))]
         return self._as_batch(self._get_collator_with_removed_columns(self.data_collator)(rows)) if rows else batch
 
@@ -132,12 +134,13 @@ class SlideTrainer(Trainer):
         """None for the model's own loss."""
         if self.compute_loss_func is not None:
             return hf_arguments.loss_fn(self.compute_loss_func, getattr(self, "_loss_shifts_labels", False))
-        if self.label_smoother is None:
+        smoother = self.label_smoother
+        if smoother is None:
             return None
         shifted = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
-        def smoothed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-            return self.label_smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)
+        def smoothed(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Any:
+            return smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)
 
         return hf_arguments.loss_fn(smoothed, shifted)
 
@@ -179,7 +182,7 @@ class SlideTrainer(Trainer):
         model.train()
         result = plan.run(batches[0] if len(batches) == 1 else batches)
         self._grad_norm = result.grad_norm
-        self.optimizer.step_was_skipped = result.skipped
+        self.create_optimizer().step_was_skipped = result.skipped
         return torch.tensor(result.loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> float | None:
@@ -202,7 +205,7 @@ class SlideTrainer(Trainer):
         with generators_kept(self.args.device):
             return super().evaluation_loop(*args, **keywords)
 
-    def prediction_step(self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool,
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool,
                         ignore_keys: list[str] | None = None) -> tuple[Any, Any, Any]:
         """The loss alone comes from the plan; for logits the module runs, its weights moved to the device one by one."""
         if prediction_loss_only and self.label_names and all(inputs.get(name) is not None for name in self.label_names):

@@ -104,7 +104,8 @@ def refuse_arguments(args: TrainingArguments) -> None:
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ValueError("TrainingArguments(average_tokens_across_devices=False) is not supported by SlideTrainer: the loss is "
                          "the mean over the tokens of all ranks; leave it out")
-    if args.world_size > 1 and not args.accelerator_config.even_batches:
+    accelerator_config: Any = args.accelerator_config  # an AcceleratorConfig by now, whatever was given
+    if args.world_size > 1 and not accelerator_config.even_batches:
         raise ValueError("accelerator_config even_batches=False is not supported by SlideTrainer: every step needs all ranks; "
                          "use even_batches=True, or dataloader_drop_last=True")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
@@ -105,12 +105,13 @@ def write_trainer_files(trainer: SlideTrainer, staged: Path) -> None:
     for part in (tokenizer, getattr(trainer.model, "generation_config", None)):
         if part is not None:
             part.save_pretrained(str(staged))
+    states: Any = trainer.state.stateful_callbacks  # a dictionary, though annotated as a list
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):
             name, state = type(callback).__name__, callback.state()
-            kept = trainer.state.stateful_callbacks[name]
+            kept = states[name]
             if isinstance(kept, list):
                 kept.append(state)
             else:
-                trainer.state.stateful_callbacks[name] = state
+                states[name] = state
     trainer.state.save_to_json(str(staged / TRAINER_STATE_NAME))

@@ -81,4 +81,4 @@ def want_tensorboard(asked: bool | None) -> bool:
 def open_tensorboard(folder: Path, done: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)

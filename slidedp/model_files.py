@@ -54,7 +54,7 @@ class ModelFiles:
         return self._load(AutoConfig.from_pretrained)
 
     def _known_config(self) -> dict[str, Any]:
-        """Of a GGUF file, which is read whole, in seconds, for each thing that is asked of it."""
+        """The configuration of a GGUF file: without it, transformers would read the whole file once more, which takes seconds."""
         return {"config": self._config} if self.gguf else {}
 
     def _load(self, load: Any, **options: Any) -> Any:

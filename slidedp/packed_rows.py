@@ -76,7 +76,7 @@ class Rows:
     def __len__(self) -> int:
         return self.facts.num_rows
 
-    def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int] | np.ndarray, size: int) -> dict[str, Tensor]:
         """`input_ids` and `labels` of `size` rows (int64 [size, seq]): those of `indices`, then rows that do not count.
 
         With packing "documents" also `position_ids`, which begin at 0 with each document.
@@ -91,13 +91,13 @@ class Rows:
             batch["position_ids"] = torch.from_numpy(positions(flags))
         return batch
 
-    def num_valid(self, indices: Sequence[int]) -> int:
+    def num_valid(self, indices: Sequence[int] | np.ndarray) -> int:
         """Tokens of these rows that the loss of a causal model counts: a row's first is not predicted."""
         return int(self._counting(self._flags[np.asarray(indices, np.int64)])[:, 1:].sum())
 
     def _counting(self, flags: np.ndarray) -> np.ndarray:
         """With attention kept apart, nothing before it predicts a document's first token."""
-        counts = (flags & COUNTS) != 0
+        counts: np.ndarray = (flags & COUNTS) != 0
         return counts & ((flags & BEGINS) == 0) if self.facts.packing == "documents" else counts
 
 
@@ -195,7 +195,7 @@ def write(folder: Path, documents: Iterable[Document], seq: int, packing: Packin
 
 
 def fingerprint_of(paths: Sequence[Path], tokenizer: Any, seq: int, packing: Packing, assistant_only: bool) -> str:
-    """Of everything that rows depend on."""
+    """A hash of everything that rows depend on."""
     files = []
     for path in paths:
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from slidedp.agreement import SAVE_FAILED, Posted, exchange, refuse_if_ranks_differ
+from slidedp.agreement import SAVE_FAILED, Posted, agree_on_step
 from slidedp.artefact import Artefact
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages
@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from slidedp.compiler.optimizer import AdamW
 
 T = TypeVar("T")
-
-
-class StopAsked(Exception):
-    """`Plan.ask_to_stop` was called on some rank. Raised on all, before the same step; the one before it is the last."""
 
 
 class Plan(Artefact):
@@ -204,17 +200,9 @@ class Plan(Artefact):
             problem = e
         failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
         as_planned = self._trial is not None and training and not problem and self._trial.is_of(spec) and not self._recording
-        posted = exchange(machine, Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.exposure.changed),
-                                          num_batches(batch), int(self._stop_asked), int(as_planned)))
-        if any(row.failed == SAVE_FAILED for row in posted):
-            machine.saves.tell()  # this rank's own error, if it comes later, is no news
-        if problem:
-            raise problem
-        refuse_if_ranks_differ(posted, self._ranks.rank)
-        if any(row.changed for row in posted):
-            machine.exposure.refresh()
-        if any(row.stop_asked for row in posted):
-            raise StopAsked("a rank has been asked to stop: nothing of this step has been done, on any rank")
+        own = Posted(failed, sum(valid), int(training), signature, as_int(lr), int(machine.exposure.changed), num_batches(batch),
+                     int(self._stop_asked), int(as_planned))
+        posted = agree_on_step(machine, own, problem)
         self._counts = all(row.as_planned for row in posted)
         trial = self._trial
         if trial is not None and training and not self._recording and (trial.hopeless or (self._counts and trial.over)):

@@ -1,7 +1,7 @@
-"""Solved decisions, kept by all that they depend on: one small YAML file a problem, read strictly and never trusted.
+"""Solved decisions, cached under all that they depend on: one small YAML file a problem, read strictly and never trusted.
 
-The key is a hash of the solver's whole input, so of model, machine, shape, costs, budgets and pins, through what they do to
-durations and memory: two problems of equal keys have equal plans.
+The key is a hash of the solver's whole input. Model, machine, shape, costs, budgets and pins enter it through what they do to
+durations and memory: two problems with equal keys have equal plans.
 """
 
 from __future__ import annotations

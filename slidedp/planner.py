@@ -238,7 +238,7 @@ class Planner:
         return Candidate(self.decisions, spec, self.known), Candidate(rival, other, {draft.key: other})
 
     def use(self, candidate: Candidate) -> None:
-        """What follows is of this plan."""
+        """Makes this candidate's plan the one that following calls refer to."""
         self.decisions, self.known = candidate.decisions, candidate.known
 
     def for_shape(self, decisions: Decisions, layers: LayerGraph) -> Decisions:
@@ -282,7 +282,7 @@ class Planner:
 
 
 def structure(layers: LayerGraph, decisions: Decisions) -> tuple[object, ...]:
-    """What decides ops and edges, but for their sizes."""
+    """What ops and edges depend on, apart from their sizes."""
     stages = [(s.name, s.groups, *((x.group, x.keys) for x in s.lookups)) for s in layers.stages]
     return stages, layers.groups, layers.num_lanes, decisions.groups
 

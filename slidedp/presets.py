@@ -90,7 +90,7 @@ def build_meta_model(name_or_path: str | Path) -> nn.Module:
         hf_config = AutoConfig.for_model(model_type, **config)
         hf_config.use_cache = False
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(hf_config)
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"model {str(name_or_path)!r}: transformers cannot build it: {e}") from e
     assert isinstance(model, nn.Module)

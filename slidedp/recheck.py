@@ -1,6 +1,6 @@
-"""Whether a plan that an earlier run has timed still takes the time that it took then: else what was found then may not hold.
+"""Checks that a plan which an earlier run has timed still takes as long as it did then; if not, that verdict may not hold.
 
-A verdict from the cache may have been measured beside other work, or on a machine that was slower or faster at that time.
+A verdict from the cache may have been measured beside other work, or while the machine was slower or faster than now.
 """
 
 from __future__ import annotations

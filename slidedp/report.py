@@ -42,12 +42,12 @@ BOUND_BY = {
 
 
 def memory_of(spec: Specialisation) -> MemoryReport:
-    """As planned, and a note of what has turned out not to fit."""
+    """Memory as planned, with a note of what has turned out not to fit."""
     return replace(estimate_memory(spec.layers, spec.decisions), notes=notes_of(spec))
 
 
 def notes_of(spec: Specialisation) -> tuple[str, ...]:
-    """What runs otherwise than planned."""
+    """Notes on what runs differently from the plan."""
     return spec.fallback.notes(spec.layers.num_lanes)
 
 
@@ -74,7 +74,7 @@ def cost_record(spec: Specialisation) -> CostRecord | None:
 
 
 def predicted_tokens_per_s(spec: Specialisation) -> float:
-    """Of all ranks, if each has as many valid tokens as the batch that was planned for."""
+    """Tokens per second of all ranks, if each has as many valid tokens as the batch that was planned for."""
     return spec.num_tokens * spec.layers.world_size / max(spec.timeline.step_us, 1) * 1e6
 
 
@@ -178,9 +178,9 @@ def decision_table(plan: PlanFile) -> Iterator[str]:
     decisions, groups = plan.decisions.groups, plan.layers.group_by_name
     rows = [(name, describe_decision(groups[name], d)) for name, d in decisions.items()]
     away = [key for key, default in RESIDENCE.items() if any(row[key] not in (default, "-") for _, row in rows)]
-    rows = [(name, tuple(v for key, v in row.items() if key not in RESIDENCE or key in away)) for name, row in rows]
+    shown = [(name, tuple(v for key, v in row.items() if key not in RESIDENCE or key in away)) for name, row in rows]
     headings = (*HEADINGS, *away)
-    table = [("", *headings), *((name, *map(str, row)) for name, row in runs(rows))]
+    table = [("", *headings), *((name, *map(str, row)) for name, row in runs(shown))]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     for row in table:
         yield "  " + "  ".join(f"{cell:>{w}}" if headings[i - 1] == "chunks" and i else f"{cell:<{w}}"
@@ -204,7 +204,7 @@ def shared_groups(plan: PlanFile) -> Iterator[str]:
 
 
 def bound_by(stream: str) -> str:
-    """In words that are also true where the CPU plays the device."""
+    """What bounds the step, in words that are also true where the CPU plays the device."""
     return BOUND_BY[Stream(stream)] if stream in tuple(Stream) else stream
 
 

@@ -37,10 +37,10 @@ class LearningRate(torch.optim.Optimizer):
         self.param_groups[0].update(settings)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Nothing. Schedulers want to see that it has been called before theirs; `Plan.run` calls it."""
+        """Does nothing. `Plan.run` calls it because schedulers check that it has been called before their own `step`."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients never stay."""
+        """Does nothing: gradients never stay on the model."""
 
 
 def as_int(value: float) -> int:

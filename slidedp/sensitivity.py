@@ -20,7 +20,7 @@ from slidedp.what_if import WhatIf
 
 BATCH_FACTORS = (0.25, 0.5, 1, 2, 4)
 BUDGET_PARTS = (0.5, 0.7, 0.85, 0.95, 1, 2, 4)
-"""Of the device memory that the plan needs."""
+"""HBM budgets to try, as shares of the device memory that the plan needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def solver_of(plan: PlanFile) -> str:
 
 
 def dtypes_of(plan: PlanFile) -> tuple[torch.dtype, torch.dtype]:
-    """Of compute and gradients."""
+    """The dtypes of compute and of gradients."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     return dtypes[plan.layers.compute_dtype], dtypes[plan.layers.grad_dtype]
 

@@ -1,11 +1,11 @@
-"""Into how many slices a batch is cut, where nobody has pinned it: settled first, on paper, so that what is measured is a slice.
+"""How many slices a batch is cut into, unless pinned: settled first, on paper, so that a slice is what gets measured.
 
-    to fit      the fewest slices with which some plan leaves the reserve of budgets.py free, where in one piece none does
-    to be sure  the fewest whose layers, while they run, do not lose more to the allocator's fragments than that reserve
-    to be fast  what a layer and the head take while they run may crowd out of HBM what would make the step shorter: only if a
-                plan that had that room as well were clearly faster are a few counts planned, each by the structured search
+    to fit      the fewest slices with which some plan leaves the reserve of budgets.py free, if none does with the whole batch
+    to be safe  the fewest with which running layers lose no more to the allocator's fragmentation than that reserve
+    to be fast  what a layer and the head need while they run may leave no room in HBM for what would shorten the step: a few
+                counts are planned by the structured search, but only if a plan with that room were clearly faster
 
-Source: DESIGN §6: enumerated outside the solver, as windows are, for another count is another graph.
+Source: DESIGN §6. Counts are enumerated outside the solver, as windows are, since another count is another graph.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def why_whole(model: nn.Module, loss_fn: Callable[..., object] | None) -> str:
 
 
 def most_slices(batches: Batches) -> int:
-    """Into how many slices the batch can be cut, or that of several micro-batches which can be cut into most."""
+    """The largest number of slices that the batch, or some micro-batch, can be cut into."""
     return max(map(num_rows, (batches,) if isinstance(batches, Mapping) else batches), default=1)
 
 
@@ -107,7 +107,7 @@ def choose_slices(layers: LayerGraph, most: int, num_tokens: int, settings: Sett
 
 
 def surer(layers: LayerGraph, counts: list[int], settings: Settings, reserve: int) -> Slicing | None:
-    """The fewest slices whose fragments the reserve holds; None if the whole batch's are, or none are few enough."""
+    """The fewest slices whose fragmentation fits the reserve; None if the whole batch's does, or no number's does."""
 
     def fragments(k: int) -> int:
         parts = recut(layers, k)
@@ -158,7 +158,7 @@ def faster(layers: LayerGraph, counts: list[int], settings: Settings, problem: P
 
 
 def good_plan(problem: Problem, rule: Decisions) -> tuple[Decisions, int] | None:
-    """Of the structured search in the rule's slots, and its period in microseconds."""
+    """The plan of the structured search with the rule's slots, and its period in microseconds."""
     choices = problem.choices(rule)
     found = search_structured(problem.graph(choices), problem.rows(choices))
     return (choices.decode(found[0]), found[1]) if found else None
@@ -172,7 +172,7 @@ def fits_entirely(problem: Problem, rule: Decisions) -> bool:
 
 
 def summing_us(layers: LayerGraph, slices: int, settings: Settings) -> int:
-    """What it takes to sum the gradients of all slices but the first."""
+    """Microseconds to sum the gradients of all slices but the first."""
     numel = sum(g.num_trainable * len(g.uses) for g in layers.groups)
     return int((slices - 1) * SUM_BYTES * numel / settings.hw.hbm_gbps / 1e3)
 

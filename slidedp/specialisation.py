@@ -77,7 +77,7 @@ class Specialisation:
 
     @cached_property
     def costs(self) -> ResolvedCosts:
-        """Of every op alone, from the user's cost model where it speaks, else as measured, else analytic."""
+        """Costs of every op alone: from the user's cost model where it answers, else as measured, else analytic."""
         return self.costs_of(self.graph)
 
     def costs_of(self, graph: OpGraph) -> ResolvedCosts:
@@ -97,11 +97,11 @@ class Specialisation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Of a training step."""
+        """The predicted timeline of a training step."""
         return predict(self.graph, self.costs, self.settings.hw)
 
     def signature(self, *, training: bool) -> int:
-        """Of the ops in order that concern other ranks: those whose signatures differ would issue different collectives.
+        """A hash of the ops, in order, that concern other ranks: ranks whose signatures differ would issue different collectives.
 
         What a rank keeps of its activations is its own business, for a longer batch may have to keep less; so is into how many
         micro-batches it cuts a batch, for a shorter one may have fewer rows.
@@ -122,12 +122,12 @@ class Draft:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Of a specialisation: traces are kept, so they are known by identity."""
+        """Identifies the specialisation: by its traces' identity, since traces are kept."""
         return tuple(map(id, self.traces))
 
     @property
     def signature(self) -> int:
-        """Of the parameter groups, which decisions go by: the same on all ranks."""
+        """A hash of the parameter groups, which decisions refer to: the same on all ranks."""
         return zlib.crc32("\n".join(f"{g.name} {g.numel}" for g in self.layers.groups).encode())
 
 

@@ -1,8 +1,8 @@
-"""Which groups speculate, of a plan whose updates wait for the norm of all gradients: as few as make the step as fast as any do.
+"""Which groups speculate, in a plan whose updates wait for the norm of all gradients: the fewest that give the shortest step.
 
-A group that speculates has its state on the host twice (compiler/memory.py), so that there may not be room for all. Those whose
-gradients come first, the last layers, gain most: their updates would wait longest. So a plan has a number of groups, taken in
-that order, and the number is found by simulating the steps.
+A group that speculates has its state on the host twice (compiler/memory.py), so there may not be room for all. The last
+layers, whose gradients come first, gain most: their updates would wait longest. So groups are taken in that order, and their
+number is found by simulating the steps.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slidedp.agreement import StopAsked
 from slidedp.api import compile
 from slidedp.checkpoints import on_all
 from slidedp.executor.collectives import Collectives, open_collectives
@@ -32,7 +33,7 @@ from slidedp.loader import Batch, Split, StatefulLoader, in_order
 from slidedp.metrics import Metrics, want_tensorboard
 from slidedp.model_files import find_model
 from slidedp.packed_rows import IGNORED, Facts, Rows, prepare
-from slidedp.plan import Plan, StopAsked
+from slidedp.plan import Plan
 from slidedp.progress import Report, progress_bar
 from slidedp.ranks import Ranks, find_ranks
 from slidedp.report import validation_lines

@@ -170,7 +170,7 @@ class TrainConfig:
             raise ValueError("evaluate_every: there is nothing to evaluate on; name a file in data.heldout")
 
     def sequences_a_step(self, num_ranks: int) -> int:
-        """Of all ranks together."""
+        """Sequences of one step, all ranks together."""
         return self.global_batch or self.batch * (self.accumulate or 1) * num_ranks
 
 

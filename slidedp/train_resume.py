@@ -1,4 +1,4 @@
-"""What ``slidedp train`` finds of an earlier run, as far as that is known before the model is loaded. On rank 0."""
+"""What ``slidedp train`` can tell of an earlier run before the model is loaded. On rank 0."""
 
 from __future__ import annotations
 

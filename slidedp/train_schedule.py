@@ -9,7 +9,7 @@ from slidedp.schedule import LearningRate
 from slidedp.train_config import TrainConfig
 
 NO_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Of `transformers.get_scheduler`: those that want a metric at every step."""
+"""Names of `transformers.get_scheduler` that are refused: they want a metric at every step."""
 
 LOOKS = 16
 """At so many of the steps that are left, schedules are compared."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from slidedp.compiler.strict import as_float, as_int, as_list, as_mapping, as_str, closest, load_yaml
 
@@ -83,7 +83,7 @@ def convert(value: object, hint: Any, where: str, base: Path, minimum: float = 0
             raise ValueError(f"{where}: expected {len(kinds)} values, got {len(items)}")
         return tuple(convert(item, kinds[0], f"{where}[{i}]", base, minimum) for i, item in enumerate(items))
     if is_dataclass(hint):
-        return as_dataclass(hint, value, where, base)  # type: ignore[type-var]
+        return as_dataclass(cast(type[Any], hint), value, where, base)
     return _as_scalar(value, origin or hint, where, base, minimum)
 
 

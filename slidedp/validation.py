@@ -1,14 +1,14 @@
-"""AutoPolicy's last stage: the first real steps run the solver's plan and the default rule's by turns, and the faster one stays.
+"""AutoPolicy's last stage: the first real steps run the solver's plan and the rule's in turns, and the faster one stays.
 
-They are the user's own training steps, none is lost or done twice. Both plans train alike, bit for bit, unless their states live
-in different places and the user has asked for that to be compared too: the GPU's AdamW rounds otherwise than the CPU's.
+These are the user's own training steps; none is lost or done twice. Both plans train alike, bit for bit, unless their states
+live in different places and the user has asked for that to be compared too: the GPU's AdamW rounds differently from the CPU's.
 
-    rival_of       the default that a solved plan is timed against, if there is one and the host has room for both
-    prepare_trial  whether there is to be a trial, or is a verdict from before: kept by model, shapes, machine and the two plans
+    rival_of       the default plan that a solved one is timed against, if there is one and the host has room for both
+    prepare_trial  whether there will be a trial, or an earlier verdict holds: kept by model, shapes, machine and the two plans
     Trial          whose turn it is; the switch from one to the other (executor/switching.py); the verdict
 
-One plan runs for a step that does not count and `num_steps` that do, then the other. Of several ranks the slowest counts, and
-since all of them get all times, all come to one verdict. Steps of another shape than the one planned for run as they come and do
+One plan runs for a step that does not count and `num_steps` that do, then the other. With several ranks the slowest counts;
+all ranks get all times, and so reach the same verdict. Steps of another shape than the one planned for run as they come and do
 not count; if there are too many of them, the solver's plan stays, not validated. What the switch costs (draining, other slots,
 state that moves between HBM and host) is counted as a cost of selection.
 """
@@ -145,7 +145,7 @@ def read_verdict_at(path: Path | None) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What rank 0 thinks: the plan to begin with, and the one to time it against, which may be none or the same."""
+    """Rank 0's proposal: the plan to begin with, and the one to time it against, which may be none or the same."""
 
     planner: Planner
     num_steps: int
@@ -205,7 +205,7 @@ def seconds_of(step: Step) -> float:
 
 
 def slowest(machine: Machine, times_us: Sequence[int]) -> list[int]:
-    """Each as the slowest rank has it. Collective."""
+    """Each value as measured by the slowest rank: the maximum over the ranks. Collective."""
     out: list[int] = []
     for i in range(0, len(times_us), NUM_VALUES):
         part = times_us[i : i + NUM_VALUES]
@@ -244,26 +244,26 @@ class Trial:
         return self.candidates[self.at]
 
     def ran(self, step: Step) -> None:
-        """A step of the shape that was planned for, on all ranks."""
+        """Counts a step of the shape that was planned for on all ranks."""
         if not self.over:
             self._steps.append(step)
 
     def passed_by(self) -> None:
-        """A step of another shape, on some rank."""
+        """Counts a step that had another shape on some rank."""
         self._others += 1
 
     @property
     def over(self) -> bool:
-        """The candidate at hand has had its steps: :meth:`turn` is due, before another of the shape that was planned for."""
+        """True once the current candidate has had its steps: :meth:`turn` is due before the next step that would count."""
         return len(self._steps) > self._num_steps
 
     @property
     def hopeless(self) -> bool:
-        """It will not have them soon: :meth:`turn` is due."""
+        """True if it will not have them soon, for too many steps have another shape: :meth:`turn` is due."""
         return self._others >= MOST_OTHERS
 
     def turn(self, machine: Machine) -> bool:
-        """The next one's turn; False if there is none: the faster plan runs, and the planner has the verdict. Collective.
+        """Switches to the next candidate. False if there is none: the faster plan runs, the planner has the verdict. Collective.
 
         The caller's step has not begun. Raises PeerError and whatever else ends a plan.
         """
@@ -314,7 +314,7 @@ class Trial:
             measuring, solving, lost_us + switching)  # fmt: skip
 
     def _end(self, machine: Machine, verdict: Verdict | None, text: str, *, own: bool = False) -> None:
-        """What only the other plan needed is given back. `own`: what `text` says is known to this rank alone."""
+        """Ends the trial and gives back what only the other plan needed. `own`: what `text` says is known to this rank alone."""
         machine.agree([])  # all ranks have left it
         machine.state.settle_on(machine.plan.decisions)
         self._planner.verdict = verdict

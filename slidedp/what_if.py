@@ -1,4 +1,4 @@
-"""What a plan file says can be computed again, without the model: its ops, costs, timeline and memory, as planned or changed."""
+"""What can be computed again from a plan file, without the model: ops, costs, timeline and memory, as planned or changed."""
 
 from __future__ import annotations
 

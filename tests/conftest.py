@@ -58,6 +58,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
+    """Also what a test before, which has failed, may have left of torch's modes."""
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
 
 

@@ -117,13 +117,15 @@ def squared(out: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     return ((out - batch["y"]) ** 2).sum(), out.numel()
 
 
-def one_fails_and_lives(delivery: str) -> dict[str, Any]:
+def one_fails_and_lives(delivery: str, device: str = "cpu") -> dict[str, Any]:
     """A layer of rank 1 raises. Rank 1 catches the error and goes on living; rank 0 must not wait for it."""
     rank, _ = start()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     torch.manual_seed(0)
     model = nn.Sequential(Fragile(), Fragile(), nn.Linear(8, 1))
     batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
-    plan = slidedp.compile(model, "cpu", loss_fn=squared, policy={"delivery": delivery})
+    plan = slidedp.compile(model, device=device, loss_fn=squared, policy={"delivery": delivery})
     plan.run(batch)
     plan.synchronize()
     model[1].broken = rank == 1
@@ -139,6 +141,34 @@ def one_fails_and_lives(delivery: str) -> dict[str, Any]:
         time.sleep(max(0.0, 5 - waited))
     plan.close()
     return {"kind": kind, "message": message, "waited_s": waited}
+
+
+class Asserting(Fragile):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            x = x + torch.zeros(1, device=x.device, dtype=x.dtype)[torch.full((1,), 7, device=x.device)]
+        return self.linear(x)
+
+
+def an_assertion_fails_on_the_gpu() -> dict[str, Any]:
+    """After which the device fails in every call of this process. The plan can be closed all the same, and the model is whole."""
+    model = nn.Sequential(Asserting(), nn.Linear(8, 8), nn.BatchNorm1d(8), Asserting(), nn.Linear(8, 1))
+    batch = {"x": torch.randn(4, 8), "y": torch.randn(4, 1)}
+    told = []
+    plan = slidedp.compile(model, device="cuda", loss_fn=squared, hbm_budget="2GiB", policy={"act": "retain"})
+    plan.run(batch)
+    plan.synchronize()
+    model[3].broken = True
+    for work in (lambda: [plan.run(batch).loss for _ in range(3)], lambda: plan.run(batch), plan.close, plan.close):
+        try:
+            work()
+            told.append("no error")
+        except RuntimeError as e:
+            told.append(type(e).__name__ + ": " + str(e).splitlines()[0])
+    model[3].broken = False
+    squared(model(batch["x"]), batch)[0].backward()
+    whole = all(t.device.type == "cpu" and t.isfinite().all() for t in (*model.parameters(), *model.buffers()))
+    return {"told": told, "whole": whole, "left": [t.name for t in threading.enumerate() if t.name.startswith("slidedp")]}
 
 
 class Optional(nn.Module):

@@ -135,8 +135,8 @@ def compare(
         assert torch.equal(torch.get_rng_state(), want_rng)
         for (name, a), b in zip(eager.named_buffers(), ours.buffers(), strict=True):
             assert torch.equal(a, b), name
-        assert not bench.runner._env, sorted(bench.runner._env)
-        assert not bench.runner._graphs
+        assert not bench.runner.values.env, sorted(bench.runner.values.env)
+        assert not bench.runner.values.graphs
         assert not bench.runner._kept
     return bench
 

@@ -154,3 +154,17 @@ def test_a_buffer_without_values_is_refused_by_name() -> None:
     model[1][1].running_mean = torch.empty(12, device="meta")
     with pytest.raises(ValueError, match=r"buffer 1\.1\.running_mean"):
         Binding(model, ()).bind_buffers(torch.device("cpu"))
+
+
+def test_buffers_that_the_device_does_not_give_back_are_the_users_own_all_the_same() -> None:
+    """On a device that has failed every copy fails: the model is not to be left with any of its tensors."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    before = {name: (id(buffer), buffer.clone()) for name, buffer in model.named_buffers()}
+    binding = Binding(model, ())
+    binding.bind_buffers(torch.device("meta"))  # whose values cannot be copied either
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    with pytest.raises(RuntimeError, match="meta"):
+        binding.give_back()
+    assert {name: id(buffer) for name, buffer in model.named_buffers()} == {name: known for name, (known, _) in before.items()}
+    assert all(torch.equal(buffer, before[name][1]) for name, buffer in model.named_buffers())
+    binding.give_back()

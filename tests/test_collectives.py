@@ -11,7 +11,8 @@ from torch import nn
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.timeline import measured_timeline
-from slidedp.executor.collectives import SingleRank, open_collectives
+from slidedp.executor.collectives import RankCollectives, SingleRank, StagedGloo, open_collectives
+from slidedp.executor.cuda import PinnedMemory
 from slidedp.executor.skew import peer_wait_s
 
 pytestmark = pytest.mark.cpu
@@ -133,3 +134,39 @@ def test_one_rank_needs_no_process_group() -> None:
 def test_several_ranks_without_torch_distributed_are_refused() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         open_collectives(CPU, 0, 2)
+
+
+@pytest.mark.parametrize(("backend", "aborted"), [("nccl", ["data"]), ("gloo", [])])
+def test_what_is_under_way_on_a_device_is_ended_once(monkeypatch, backend, aborted) -> None:
+    """Gloo's waits end by themselves. What is aborted is not destroyed after it. The group is played."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: groups.pop(0))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    ended: list[str] = []
+    destroyed: list[str] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", ended.append)
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    groups = ["control", "data"]
+    c = RankCollectives(backend)
+    c.abort()
+    c.abort()
+    c.close(healthy=False)
+    c.close(healthy=False)
+    assert ended == aborted
+    assert destroyed == (["control"] if aborted else ["data", "control"])
+
+
+def test_a_device_that_has_failed_fails_no_second_time_when_its_ranks_groups_are_closed(monkeypatch) -> None:
+    """Ranks that share a GPU stage through pinned memory, and to give that back asks the device."""
+    monkeypatch.setattr(PinnedMemory, "close", lambda self: dead())
+
+    def dead() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    c = StagedGloo.__new__(StagedGloo)
+    c._data = c._control = None
+    c._scratch, c._as_bytes, c._left, c._memory = {}, True, False, PinnedMemory(CPU)
+    c.close(healthy=False)
+    with pytest.raises(RuntimeError, match="device-side"):
+        c.close()

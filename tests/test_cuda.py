@@ -12,9 +12,10 @@ from torch import Tensor
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.tracer import trace
-from slidedp.executor.backend import Backend, open_backend
+from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding
 from slidedp.executor.collectives import StagedGloo, open_collectives
+from slidedp.executor.devices import open_backend
 from slidedp.executor.stages import StageRunner
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,9 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
-from slidedp.executor import garbage
+from slidedp.executor import cuda, garbage
 from slidedp.executor.backend import CpuBackend
+from slidedp.executor.cuda import CudaBackend
 
 
 class Cycle:
@@ -20,7 +21,9 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def thawed():
+def thawed(monkeypatch):
+    """Whatever plans of tests that have failed before are still open."""
+    monkeypatch.setattr(garbage, "_owners", set())
     gc.unfreeze()
     yield
     assert gc.get_freeze_count() == 0
@@ -77,6 +80,23 @@ def test_collection_turned_off_is_left_off():
     assert not gc.isenabled()
 
 
+def test_a_plan_that_nobody_holds_or_has_closed_ends_when_the_next_one_opens_its_device(monkeypatch):
+    """It was frozen alive, as part of a cycle (a Trainer's, say), and nothing but its own end would thaw it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(cuda, "Clock", lambda device: None)
+    trainer, backend = Cycle(), object()
+    weakref.finalize(trainer, garbage.release, backend)
+    garbage.hold(backend)
+    del trainer
+    gc.collect()
+    assert gc.get_freeze_count() > 1000
+    CudaBackend(0)
+    assert gc.get_freeze_count() == 0
+
+
 def test_settles_after_the_first_step_of_each_graph_and_not_again(monkeypatch):
     """A plan calls for it where a step has just shown what stays: once, and once for evaluation."""
     calls = []
@@ -105,3 +125,20 @@ def test_nothing_of_a_closed_plan_stays_on_the_device():
         del plan
         gc.collect()
         assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+def test_a_plan_left_in_a_cycle_gives_the_device_back_to_the_next_one():
+    def compiled() -> slidedp.Plan:
+        return slidedp.compile(PlainGPT(width=256), device="cuda", optimizer=slidedp.AdamW(lr=1e-3), measure=False)
+
+    cycle = Cycle()
+    cycle.plan = compiled()
+    cycle.plan.run(lm_batch())
+    machine = weakref.ref(cycle.plan._machine)
+    del cycle
+    gc.collect()
+    assert machine() is not None
+    with compiled() as plan:
+        plan.run(lm_batch())
+        assert machine() is None or machine().closed

@@ -12,16 +12,18 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
-from slidedp.executor.backend import CpuBackend
+from slidedp.executor.backend import CpuBackend, Sent
+from slidedp.executor.collectives import SingleRank
 from slidedp.executor.stages import StageRunner
 
 pytestmark = pytest.mark.cpu
 
 
-def failing(monkeypatch, method: str) -> None:
-    def fail(self, *args):
-        raise RuntimeError("CUDA error: device-side assert triggered")
+def fail(*args, **options):
+    raise RuntimeError("CUDA error: device-side assert triggered")
 
+
+def failing(monkeypatch, method: str) -> None:
     monkeypatch.setattr(CpuBackend, method, fail)
 
 
@@ -62,6 +64,66 @@ def test_a_device_that_has_failed_keeps_nothing_of_the_host(monkeypatch, seen):
         plan.run(lm_batch())
 
 
+@pytest.mark.parametrize("when", ["in its start", "in a step", "never"])
+def test_collectives_that_a_failed_step_has_under_way_end_before_the_device_is_waited_for(monkeypatch, when):
+    """A kernel of theirs waits for the other ranks, who have left the step. Of a start that has failed nothing is under way, and
+    the process groups serve the next one."""
+    said = []
+    monkeypatch.setattr(SingleRank, "abort", lambda self: said.append("abort"))
+    monkeypatch.setattr(CpuBackend, "drain", lambda self: said.append("drain"))
+    plan = slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3))
+    with monkeypatch.context() as patch:
+        if when == "in its start":
+            patch.setattr("slidedp.executor.machine.CpuAdam", fail)
+        elif when == "in a step":
+            patch.setattr(StageRunner, "forward", fail)
+        with nullcontext() if when == "never" else pytest.raises(RuntimeError, match="device-side assert"):
+            plan.run(lm_batch())
+    if when == "in its start":
+        assert said == ["drain"]
+        plan.run(lm_batch())
+        said.clear()
+    plan.close()
+    assert said == (["abort", "drain"] if when == "in a step" else ["drain"])
+
+
+@pytest.mark.parametrize("fails", ["send", "receive", "loss"])
+def test_a_batch_stays_on_the_device_until_what_is_under_way_there_has_ended(monkeypatch, fails):
+    """What the device still reads may be given to nobody else; once the plan is closed it is, whoever keeps the result."""
+    there, armed = [], []
+
+    def send(self, value):
+        if fails == "send" and len(there) == 7:
+            raise RuntimeError("no pinned memory")
+        copy = value.clone()
+        there.append(weakref.ref(copy))
+        return Sent(value, copy)
+
+    def receive(self, sent):
+        if fails == "receive" and armed:
+            del sent  # this frame is not the plan's
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return sent.there
+
+    monkeypatch.setattr(CpuBackend, "send", send)
+    monkeypatch.setattr(CpuBackend, "receive", receive)
+    plan = slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3))
+    kept = [plan.run([lm_batch(), lm_batch()])]
+    plan.synchronize()
+    assert [tensor() for tensor in there] == [None] * 4
+    armed.append(True)
+    if fails == "loss":
+        monkeypatch.setattr(StageRunner, "epilogue", fail)
+    with pytest.raises(RuntimeError, match=r"pinned|assert"):
+        kept.append(plan.run([lm_batch(), lm_batch()]))
+    kept.append(plan)
+    assert len(there) > 6
+    assert all(tensor() is not None for tensor in there[4:])
+    plan.close()
+    gc.collect()
+    assert [tensor() for tensor in there if tensor() is not None] == []
+
+
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_who_keeps_a_failed_plan_its_results_or_its_error_keeps_nothing_of_the_device(monkeypatch, stage):
     """As one does who tries again with a smaller batch, and gives the new plan the name of the old one."""
@@ -75,7 +137,7 @@ def test_who_keeps_a_failed_plan_its_results_or_its_error_keeps_nothing_of_the_d
 
     def fail(self, name, *args):
         if name == "L01":
-            made.extend(weakref.ref(value) for value in self._env.values())
+            made.extend(weakref.ref(value) for value in self.values.env.values())
             del args  # this frame is not the plan's
             raise torch.OutOfMemoryError("CUDA out of memory")
         return before(self, name, *args)

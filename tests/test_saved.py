@@ -63,12 +63,12 @@ def test_a_recomputed_layer_keeps_its_inputs_and_nothing_else() -> None:
     bench = Bench(model, batch)
     before = alive().keys()
     layers = forward(bench, batch)
-    expected = {storage_of(t) for t in bench.runner._env.values()}
+    expected = {storage_of(t) for t in bench.runner.values.env.values()}
     expected |= {storage_of(t) for t in bench.runner._kept[layers[0]].buffers.values()}
     new = {key: size for key, size in alive().items() if key not in before and key not in expected}
     assert sum(new.values()) < 64, new  # wrapped numbers
-    assert all(not bench.runner._graphs[name].saved.kept() for name in layers)
-    kept = bench.runner._graphs[layers[-1]].saved
+    assert all(not bench.runner.values.graphs[name].saved.kept() for name in layers)
+    kept = bench.runner.values.graphs[layers[-1]].saved
     bench.runner.epilogue(bench.of("epilogue"), bench.slots("epilogue"))
     bench.runner.recompute(layers[-1], bench.of(layers[-1]))
     assert num_bytes(kept.kept()) > 0
@@ -82,23 +82,23 @@ def test_what_goes_to_the_host_leaves_the_device_and_comes_back_elsewhere() -> N
     bench.step(batch)
     want, runner, name = dict(bench.grads), bench.runner, "L03"
     forward(bench, batch)  # all recomputed; then the last layer once more, its way
-    runner._graphs.pop(name), runner._kept.pop(name)
+    runner.values.graphs.pop(name), runner._kept.pop(name)
     before = alive().keys()
     runner.forward(name, bench.of(name), Activation.OFFLOAD)
     stage = bench.graph.stage(name)
-    saved = runner._graphs[name].saved
+    saved = runner.values.graphs[name].saved
     assert num_bytes(saved.kept()) == stage.activation_bytes
     host = {"act": torch.empty(stage.activation_bytes, dtype=torch.uint8), "h": torch.empty(4096, dtype=torch.uint8)}
     slot = {head: torch.full_like(buffer, 0xFF) for head, buffer in host.items()}
-    sizes = {head: runner.offload(f"{head}.{name}", buffer, Tensor.copy_) for head, buffer in host.items()}
+    sizes = {head: runner.values.offload(f"{head}.{name}", buffer, Tensor.copy_) for head, buffer in host.items()}
     assert sizes == {"act": stage.activation_bytes, "h": -(-stage.boundary_bytes // 512) * 512}
     for head in host:
-        runner.leave(f"{head}.{name}", poisoned=True)
+        runner.values.leave(f"{head}.{name}", poisoned=True)
     assert not saved.kept()
-    mine = {storage_of(t) for t in (*host.values(), *slot.values(), *runner._env.values())}
+    mine = {storage_of(t) for t in (*host.values(), *slot.values(), *runner.values.env.values())}
     assert sum(size for key, size in alive().items() if key not in before and key not in mine) < 64
     for head in host:
-        assert runner.reload(f"{head}.{name}", host[head], slot[head], Tensor.copy_) == sizes[head]
+        assert runner.values.reload(f"{head}.{name}", host[head], slot[head], Tensor.copy_) == sizes[head]
     bench.collect(slots := bench.slots("epilogue"), runner.epilogue(bench.of("epilogue"), slots)[1])
     bench.collect(slots := bench.slots(name), runner.backward(name, bench.of(name), slots))
     assert all(torch.equal(grad, want[n]) for n, grad in bench.grads.items() if ".layers.3." in n)
@@ -240,7 +240,7 @@ def test_the_estimate_is_what_a_forward_keeps(name: str) -> None:
     runner.start(batch)
     runner.prologue(bench.of("prologue"))
     for stage, program in zip(bench.graph.layers, bench.trace.programs[1:-1], strict=True):
-        inputs = {storage_of(runner._env[n]) for n in program.inputs}
+        inputs = {storage_of(runner.values.env[n]) for n in program.inputs}
         runner.forward(stage.name, bench.of(stage.name), Activation.RETAIN)
-        kept = [t for t in runner._graphs[stage.name].saved.kept() if storage_of(t) not in inputs]
+        kept = [t for t in runner.values.graphs[stage.name].saved.kept() if storage_of(t) not in inputs]
         assert num_bytes(kept) == stage.activation_bytes, stage.name

@@ -83,7 +83,7 @@ def test_what_is_dear_for_its_size_is_not_computed_again():
     for _ in range(2):
         bench.up_to_loss(batch)
         stage = bench.graph.layers[1]
-        kept = bench.runner._graphs[stage.name].keeping.kept()
+        kept = bench.runner.values.graphs[stage.name].keeping.kept()
         assert any(t.shape == (256, 8) for t in kept)
         assert 0 < num_bytes(kept) <= SELECTED_SHARE * stage.activation_bytes
         bench.runner.epilogue(bench.of("epilogue"), bench.slots("epilogue"))

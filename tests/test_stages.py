@@ -85,7 +85,7 @@ def test_evaluate_equals_eager_and_keeps_nothing() -> None:
     with torch.no_grad():
         want = tiny_models.family("qwen3")(**batch).loss
     assert torch.equal(bench.evaluate(batch), want)
-    assert not bench.runner._env
+    assert not bench.runner.values.env
     compare(lambda: tiny_models.family("qwen3"), [batch])
 
 
@@ -99,15 +99,15 @@ def test_boundary_values_live_from_forward_to_backward_and_no_longer() -> None:
     for name in layers:
         runner.forward(name, bench.of(name))
     bench.written = set()
-    assert len(runner._env) == len(layers) + 2  # each layer's input, the last one's output, the target
+    assert len(runner.values.env) == len(layers) + 2  # each layer's input, the last one's output, the target
     runner.epilogue(bench.of(last), bench.slots(last))
-    assert len(runner._env) == len(layers)
+    assert len(runner.values.env) == len(layers)
     for i, name in enumerate(reversed(layers)):
         runner.recompute(name, bench.of(name))
-        assert len(runner._env) == len(layers) - i
+        assert len(runner.values.env) == len(layers) - i
         runner.backward(name, bench.of(name), bench.slots(name))
-        assert len(runner._env) == len(layers) - 1 - i
-        assert len(runner._grads) <= 1
+        assert len(runner.values.env) == len(layers) - 1 - i
+        assert len(runner.values.grads) <= 1
 
 
 def test_a_step_frees_its_tensors() -> None:

@@ -16,11 +16,11 @@ from tiny_models import lm_batch
 from validation_cases import HBM, PLANS, RECORD, batches, model, on_trial, slower, train
 
 import slidedp
+from slidedp.agreement import StopAsked
 from slidedp.compiler.decisions import StateHome
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.verdict import DEFAULT, PLAN
 from slidedp.executor import switching
-from slidedp.plan import StopAsked
 
 pytestmark = pytest.mark.cpu
 

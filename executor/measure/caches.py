@@ -11,7 +11,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def last_level_cache_bytes(cpus: Path = _CPUS) -> int:
-    """Of all last-level caches that this process's cores have, together; 0 where the kernel does not say.
+    """Total bytes of the last-level caches of this process's cores; 0 where the kernel does not say.
 
     A virtual machine may say less than there is. Source: Documentation/ABI/testing/sysfs-devices-system-cpu of Linux.
     """

@@ -79,7 +79,7 @@ def num_ops(budget_s: float, op_s: float) -> int:
 
 
 def overlapping(spans: Spans) -> Spans:
-    """Of each stream the ops that ran while every stream was busy: between the last first start and the first last end.
+    """The ops of each stream that ran while every stream was busy: between the latest first start and the earliest last end.
 
     All of a stream's ops where that leaves none.
     """

@@ -11,8 +11,8 @@ import torch
 
 from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
 from slidedp.compiler.tables import Curve, Load, Quantity, Tables
-from slidedp.executor.backend import open_backend
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.devices import open_backend
 from slidedp.executor.kernels import Kernel
 from slidedp.executor.measure.caches import last_level_cache_bytes
 from slidedp.executor.measure.compute import measure_hbm_gbps, measure_launch_us, measure_tflops

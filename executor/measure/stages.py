@@ -24,9 +24,10 @@ from slidedp.compiler.metamodel import attributes_kept
 from slidedp.compiler.minipipeline import mini_pipeline, reached
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.tracer import Trace
-from slidedp.executor.backend import Backend, open_backend
+from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding
 from slidedp.executor.collectives import SingleRank
+from slidedp.executor.devices import open_backend
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.stage_graph import Slots
 from slidedp.executor.stages import StageRunner

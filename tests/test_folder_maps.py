@@ -1,0 +1,20 @@
+"""Each folder's ``__init__.py`` maps its files: none is missing, none is gone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import slidedp
+
+pytestmark = pytest.mark.null
+
+HOME = Path(slidedp.__file__).parent
+
+
+@pytest.mark.parametrize("folder", [HOME, HOME / "compiler", HOME / "passes", HOME / "executor"], ids=lambda folder: folder.name)
+def test_a_folders_docstring_names_its_files(folder):
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False)
+    named = [name for line in doc.splitlines() if line.startswith(" " * 8) for name in line.split()]
+    files = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert sorted(named) == sorted(files - {"__init__"})
