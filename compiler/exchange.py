@@ -27,6 +27,9 @@ ONE_FAMILY, SWAP = 0.4, 0.3
 """Shares of the changes: of one family, and of two layers that swap; the others take over what another layer has."""
 MAX_KNOWN = 200
 """Cycles that a change is held against, the newest."""
+ONE_SEARCH = 0.5
+"""Deterministic seconds of one search, then another is begun."""
+MOST_SEARCHES = 8
 MAX_STALE = 2000
 """Changes in a row of which none makes the step shorter: then they may make it longer too."""
 
@@ -49,13 +52,14 @@ class Known:
 
 @dataclass
 class Exchange:
-    """One search from `best` on, which fits, and its `period`. `time_limit`: deterministic seconds."""
+    """One search from `best` on, which fits, and its `period`. `time_limit`: deterministic seconds. `seed`: of its dice."""
 
     graph: EventGraph
     rows: Sequence[MemoryRow]
     best: tuple[int, ...]
     period: int
     time_limit: float
+    seed: int = 0
     known: list[Known] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -70,7 +74,7 @@ class Exchange:
                 alike[str([(families[i].name, families[i].options) for i in members])].append(members)
         self.kind_of = {families[members[0]].group: kind for kind in alike.values() for members in kind}
         self.members = layers
-        self.random = Random(0)
+        self.random = Random(self.seed)
         self.weights: dict[int, int] = {}
         self.prefixes = [ZERO]
         for work in self.graph.works:
@@ -168,8 +172,15 @@ class Exchange:
 
 
 def exchange(graph: EventGraph, rows: Sequence[MemoryRow], start: tuple[int, ...], period: int, target: int,
-             time_limit: float) -> tuple[tuple[int, ...], int, float]:  # fmt: skip
-    """(selection, its period, deterministic seconds), from `start` and its `period` on, until `target` is reached."""
-    search = Exchange(graph, rows, start, period, time_limit)
-    search.run(target)
-    return search.best, search.period, search.work
+             time_limit: float, seed: int = 0) -> tuple[tuple[int, ...], int, float]:  # fmt: skip
+    """(selection, its period, deterministic seconds), from `start` and its `period` on, until `target` is reached.
+
+    What a search of half a second has not found, another one with other dice finds sooner than the same one going on.
+    """
+    best, work = start, 0.0
+    each = max(ONE_SEARCH, time_limit / MOST_SEARCHES)
+    while period > target and work < time_limit:
+        search = Exchange(graph, rows, best, period, min(each, time_limit - work), seed)
+        search.run(target)
+        best, period, work, seed = search.best, search.period, work + search.work, seed + 1
+    return best, period, work

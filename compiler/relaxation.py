@@ -28,6 +28,8 @@ TO_EXCHANGE = 0.25
 """Share of the time, and of what is left of it behind the first round, in which exchange.py looks for better plans."""
 QUEUES = (Stream.COMM, Stream.D2H)
 """Streams that are known as queues, where the first plan keeps them busy for `WORTH_QUEUEING` of its step."""
+SECOND_SEED = 1
+"""For the dice of exchange.py in the end; at first it is 0."""
 WORTH_QUEUEING = 0.25
 MAX_QUEUED = 250
 """Tasks of a queue with which a round still finds a plan in its time."""
@@ -83,7 +85,7 @@ def tighten(graph: EventGraph, rows: Sequence[MemoryRow], best: tuple[int, ...],
             break
     if rounds > 1 and period > bound * (1 + gap):  # one round is a look at a hint
         best, period = interchange(graph, rows, best, period, proposals)
-        best, period, took = exchange(graph, rows, best, period, int(bound * (1 + gap)), time_limit - work)
+        best, period, took = exchange(graph, rows, best, period, int(bound * (1 + gap)), time_limit - work, SECOND_SEED)
         work += took
     return Bounded(best, period, min(bound, period), work)
 

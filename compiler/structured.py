@@ -9,6 +9,8 @@
     offloaded  of the layers below those, so many whose activations wait on the host: evenly spread, since a link carries one away
                in the time of several forwards
     held       layers from the last down whose weights stay between forward and backward
+    resourced  layers whose weights come from the other source than `alike` says, cast or shadow: evenly spread, since a cast
+               takes the time of several layers, and spares the update a part of its own
 
 Coordinate descent: a count takes its best value on a grid, then around it; whenever the others change, as many layers retain as
 memory has room for. In the end every count is taken back as far as that costs nothing. A step is the period of the event graph,
@@ -22,18 +24,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from slidedp.compiler.choices import Family
+from slidedp.compiler.decisions import Source
 from slidedp.compiler.eventgraph import EventGraph
 from slidedp.compiler.maxplus import is_period
 from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.ops import Stream
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import choose, feasible, partners_of, period_of
 
+OTHER_SOURCE: dict[object, Source] = {Source.CAST: Source.SHADOW, Source.SHADOW: Source.CAST}
 MAX_SWEEPS = 4
 GRID = 8
 """Parts that the range of a count is cut into at first."""
 FREE = 5e-4
 """Share of a step that a plainer plan may cost."""
-COUNTS = ("ends", "resident", "scattered", "held", "offloaded")
+COUNTS = ("ends", "resident", "scattered", "held", "offloaded", "resourced")
 """Counts that are searched; `retained` follows from the room that they leave."""
 GIVEN_UP = ("held", "scattered", "resident", "ends")
 """What makes room for another count, in this order, where it has none."""
@@ -50,6 +55,7 @@ class Shape:
     retained: int = 0
     offloaded: int = 0
     held: int = 0
+    resourced: int = 0
 
 
 @dataclass
@@ -74,7 +80,9 @@ class StructuredSearch:
         self.states = [i for i in states if layer_index(families[i].group) is not None]
         self.ends = [i for i in states if i not in self.states]
         self.acts = [i for i, f in reversed(list(enumerate(families))) if f.name == "act" and len(f.options) > 1]
-        self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "hold") is not None]
+        self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "weights", "hold") is not None]
+        self.sources = [i for i, f in enumerate(families) if f.name == "weights" and layer_index(f.group) is not None
+                        and len({option["source"] for option in f.options if option}) > 1]  # fmt: skip
 
     # ---- what a shape means ----
 
@@ -90,8 +98,12 @@ class StructuredSearch:
             wanted = "retain" if count < shape.retained else "offload" if leaves else "recompute"
             chosen[i] = next((o for o, option in enumerate(families[i].options) if option["act"] == wanted), chosen[i])
         for i in self.holds[: shape.held]:
-            twin = _twin(families[i], chosen[i], "hold")
+            twin = _twin(families[i], chosen[i], "weights", "hold")
             chosen[i] = chosen[i] if twin is None else twin
+        for place, i in enumerate(self.sources):
+            if spread(place, shape.resourced, len(self.sources)):
+                twin = _twin(families[i], chosen[i], "source", OTHER_SOURCE.get(families[i].options[chosen[i]].get("source")))
+                chosen[i] = chosen[i] if twin is None else twin
         for i in (*self.ends, *self.states):
             home = next(o for o, option in enumerate(families[i].options) if option["state"] == "host")
             choose(chosen, i, home, self.partners)
@@ -108,8 +120,8 @@ class StructuredSearch:
 
     def most(self, count: str) -> int:
         """`ends` counts in binary."""
-        members = {"held": self.holds, "offloaded": self.acts, "retained": self.acts}.get(count, self.states)
-        return (1 << len(self.ends)) - 1 if count == "ends" else len(members)
+        members = {"held": self.holds, "offloaded": self.acts, "retained": self.acts, "resourced": self.sources}
+        return (1 << len(self.ends)) - 1 if count == "ends" else len(members.get(count, self.states))
 
     def fits(self, shape: Shape) -> bool:
         return feasible(self.rows, self.selection(shape))
@@ -139,6 +151,23 @@ class StructuredSearch:
                 filled = most_that_holds(shape, other, getattr(shape, other), self.fits)
                 shape = _with(shape, other, 0)
         return filled
+
+    def balanced(self, shape: Shape) -> Iterator[Shape]:
+        """`shape` filled, with as few resident layers as keep the host's updates no longer than whatever else a step is busy
+        with, and with one less: the room that these took is worth more where it spares the GPU work.
+        """
+
+        def is_light(trial: Shape) -> bool:
+            filled = self.filled(trial)
+            busy = self.graph.busy_us(self.selection(filled)) if filled is not None else {}
+            return filled is not None and busy.pop(Stream.CPU, 0) <= max(busy.values(), default=0)
+
+        most = most_that_holds(replace(shape, retained=0), "resident", len(self.states), self.fits)
+        if most is not None and is_light(most):
+            fewest = fewest_that_holds(most, "resident", is_light)
+            for resident in range(max(0, fewest.resident - 1), fewest.resident + 1):
+                if (filled := self.filled(replace(fewest, resident=resident))) is not None:
+                    yield filled
 
     # ---- the search ----
 
@@ -180,9 +209,10 @@ class StructuredSearch:
         tried = range(0, most + step, step)
         while True:
             for value in tried:
-                shape = self.with_room(_with(best, count, min(value, most)), count)
-                if shape is not None and self.better(shape, best):
-                    best = shape
+                trial = _with(best, count, min(value, most))
+                for shape in (self.with_room(trial, count), *(self.balanced(trial) if count == "resourced" else ())):
+                    if shape is not None and self.better(shape, best):
+                        best = shape
             if step == 1:
                 return best
             step = -(-step // 2) if step > 2 else 1
@@ -214,7 +244,7 @@ class StructuredSearch:
             plain = replace(best, alike=(*best.alike[:kind], 0, *best.alike[kind + 1 :]))
             if good(plain):
                 best = plain
-        for count in ("held", "offloaded", "scattered", "resident", "retained"):
+        for count in ("resourced", "held", "offloaded", "scattered", "resident", "retained"):
             best = fewest_that_holds(best, count, good)
         return best
 
@@ -269,9 +299,9 @@ def _rerouted(family: Family) -> int:
     return next(others, 0)
 
 
-def _twin(family: Family, option: int, weights: str) -> int | None:
-    """The option that differs from `option` of a `weights` family in what becomes of the weights after the forward, if any."""
-    if family.name != "weights" or "weights" not in family.options[option]:
+def _twin(family: Family, option: int, field: str, wanted: object) -> int | None:
+    """The option that differs from `option` of a `weights` family in `field` alone, which is `wanted` there, if any."""
+    if family.name != "weights" or field not in family.options[option]:
         return None
-    wanted = {**family.options[option], "weights": weights}
-    return next((o for o, other in enumerate(family.options) if other == wanted), None)
+    twin = {**family.options[option], field: wanted}
+    return next((o for o, other in enumerate(family.options) if other == twin), None)
