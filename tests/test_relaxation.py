@@ -210,7 +210,7 @@ def test_the_bound_is_near_where_offloads_would_stall(monkeypatch: pytest.Monkey
     monkeypatch.setattr("slidedp.compiler.solver.search_structured", None)  # a hint that is good enough is kept without a search
     hinted = solve(graph, rows, hint=solution.decisions, gap=5e-3)
     assert (hinted.selection, hinted.bound_us) == (solution.selection, solution.bound_us)
-    assert hinted.work <= solution.work
+    assert hinted.work <= solution.work * (1 + 1e-9)
 
 
 # ---- the parts ----
