@@ -78,7 +78,8 @@ class OpKind(StrEnum):
 
 
 class Stream(StrEnum):
-    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first.
+    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first, also from
+    an update that has begun.
 
     `update` is the GPU's: a stream of its own, so that what an update waits for on the host (the loss, word from other ranks)
     does not hold up the issue of compute.

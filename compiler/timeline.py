@@ -7,7 +7,7 @@ those ops faster, or moving one off the cycle, makes the step shorter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slidedp.compiler.contention import Resource
@@ -133,11 +133,20 @@ def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_st
     """
     origin = min((start for _, _, start, _ in events), default=0.0)
     spans = tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in events)
-    busy = {s: sum(span.end_us - span.start_us for span in spans if span.stream is s) // num_steps for s in Stream}
+    busy = {s: covered_us([span for span in spans if span.stream is s]) // num_steps for s in Stream}
     waited = round(peer_wait_s * 1e6) // num_steps
     busy[Stream.COMM] -= min(waited, busy[Stream.COMM])
     end = max((span.end_us for span in spans), default=0)
     return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, (), peer_wait_us=waited)
+
+
+def covered_us(spans: Iterable[Span]) -> int:
+    """Microseconds in which one of `spans` runs: an update's encloses those of the updates that it made way for."""
+    covered, until = 0, 0
+    for start, end in sorted((span.start_us, span.end_us) for span in spans):
+        covered += max(end - max(start, until), 0)
+        until = max(until, end)
+    return covered
 
 
 def _ms(us: float) -> str:
