@@ -221,6 +221,11 @@ class Op:
         return split_lane(self.name)[1]
 
     @property
+    def whole(self) -> str:
+        """Name of what this is a chunk of."""
+        return self.name.rpartition(".")[0] if self.chunk else self.name
+
+    @property
     def stage(self) -> str:
         """Of a compute op: its layer, with the lane if the step has several."""
         return self.layer + self.name[len(split_lane(self.name)[0]) :]

@@ -14,6 +14,7 @@ ranks draw.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from itertools import groupby
@@ -205,7 +206,7 @@ class _Run:
         last = max(nodes, key=lambda v: (self.end[v], -v))
         cycle, steps = self.cycle(last)
         return Timeline(step_us, spans, busy, self.chain(last, step_us), self.exposed(nodes), cycle, steps,
-                        self.contended(nodes), self.resources(step_us), self.steady)
+                        self.contended(nodes), self.stretched(nodes), self.resources(step_us), self.steady)
 
     def resources(self, step_us: int) -> dict[Resource, float]:
         """The part of each that a step uses, fullest first."""
@@ -281,6 +282,17 @@ class _Run:
         for op, us, node in zip(self.ops, self.durations, nodes, strict=True):
             longer[op.kind] = longer.get(op.kind, 0) + self.took(node) - us
         return in_order(longer)
+
+
+    def stretched(self, nodes: range) -> dict[Stream, dict[str, float]]:
+        if not self.draws:
+            return {}
+        took: dict[Stream, Counter[str]] = defaultdict(Counter)
+        alone: dict[Stream, Counter[str]] = defaultdict(Counter)
+        for op, us, node in zip(self.ops, self.durations, nodes, strict=True):
+            took[op.stream][op.whole] += self.took(node)  # type: ignore[assignment]
+            alone[op.stream][op.whole] += us
+        return {s: {name: took[s][name] / us for name, us in names.items() if us} for s, names in alone.items()}
 
 
 def phase(kind: OpKind) -> OpKind:

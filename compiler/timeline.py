@@ -63,6 +63,8 @@ class Timeline:
     cycle_steps: int = 0
     contended_us: Mapping[OpKind, int] = field(default_factory=dict)
     """By kind, how much longer ops took than alone, because others drew on the same resources; without contention, empty."""
+    stretched: Mapping[Stream, Mapping[str, float]] = field(default_factory=dict)
+    """How many times as long as alone each op took, all chunks of a transfer as one. Without contention, empty."""
     resources: Mapping[Resource, float] = field(default_factory=dict)
     """Of what ops share, the fraction of its capacity that a step uses, fullest first. What is near 1 binds the step, whatever
     the order of its ops. Without contention, empty."""

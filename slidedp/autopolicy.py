@@ -3,7 +3,9 @@
     frames      weight and gradient slots, from few to many, judged by the period of a good plan in each
     solve       compiler/solver.py: the shortest step of the event graph, with a proven bound
     simulate    the ops that the plan lowers to, chunk by chunk
-    correct     a stream that took longer than its durations say is given longer ones, by that factor; at most ROUNDS rounds
+    correct     what took longer than its durations say is given longer ones, by that factor: each transfer, collective and host
+                task of the plan by its own, for what runs beside it differs along the step; others by that of their stream.
+                At most ROUNDS rounds
     polish      the structured plan, its number of resident groups as simulated; kept unless another is faster by TOLERANCE
 
 The result is never slower than the rule's plan, in simulation: of the two the better one is kept. A step that the rule already
@@ -101,10 +103,10 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_unscaled", OptionCosts(self.layers, self.hw, self.costs))
 
-    def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
+    def graph(self, choices: Choices, scale: Mapping[str, float] | None = None, *, shared_rates: bool = True) -> EventGraph:
         """Unscaled graphs share what they asked the cost model."""
         costs = OptionCosts(self.layers, self.hw, self.costs, dict(scale)) if scale else self._unscaled
-        return build_event_graph(self.layers, choices, costs)
+        return build_event_graph(self.layers, choices, costs, shared_rates=shared_rates)
 
     def rows(self, choices: Choices) -> tuple[MemoryRow, ...]:
         return memory_rows(self.layers, choices, self.hbm_budget, self.host_budget)
@@ -124,7 +126,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     choices = choose_frame(problem, rule, hint)
     rule_us, _ = judge(problem, rule)
     best, best_us, first = rule, rule_us, None
-    scale: dict[Stream, float] = {}
+    scale: dict[str, float] = {}
     num_rounds, left = 0, LIMIT
     for num_rounds in range(1, ROUNDS + 1):
         solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best,
@@ -150,7 +152,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     return AutoPlan(best, record, time.perf_counter() - began)
 
 
-def polished(problem: Problem, choices: Choices, scale: Mapping[Stream, float]) -> tuple[Decisions, int] | None:
+def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
     """The structured plan under corrected durations, and its simulated step; None if none fits."""
     search = StructuredSearch(problem.graph(choices, scale), problem.rows(choices))
     shape = search.run()
@@ -199,12 +201,29 @@ def judge(problem: Problem, decisions: Decisions) -> tuple[int, Timeline]:
     return max(timeline.step_us, *loops, 0), timeline
 
 
-def correct(scale: dict[Stream, float], problem: Problem, choices: Choices, solution: Solution, timeline: Timeline) -> bool:
-    """Brings the streams' durations to what was simulated. False if they are there already: the rest is the model's own."""
+def correct(scale: dict[str, float], problem: Problem, choices: Choices, solution: Solution, timeline: Timeline) -> bool:
+    """Brings durations to what was simulated. False if they are there already: the rest is the model's own.
+
+    Compute is slowed by updates in HBM alone, whose time is in the event graph's already.
+    """
     solved = problem.graph(choices, scale).busy_us(solution.selection)
     changed = False
     for stream, us in timeline.busy_us.items():
-        if solved.get(stream) and abs(us / solved[stream] - 1) > GAP:
+        if stream is not Stream.GPU and solved.get(stream) and abs(us / solved[stream] - 1) > GAP:
             scale[stream] = scale.get(stream, 1.0) * us / solved[stream]
             changed = True
+    for stream, factors in timeline.stretched.items():
+        for name, factor in factors.items() if stream not in (Stream.GPU, Stream.UPDATE) else ():
+            changed |= abs(factor / scale.get(name, 1.0) - 1) > GAP
+            scale[name] = factor
     return changed
+
+
+def left_open(problem: Problem, decisions: Decisions) -> float:
+    """How far the event graph of a plan is from its simulation, as a share of the simulated step, once the time that sharing adds
+    in the simulation has been added to every duration.
+    """
+    timeline, fixed = problem.simulate(decisions), problem.fixed(decisions)
+    stretched = {name: factor for factors in timeline.stretched.values() for name, factor in factors.items()}
+    graph = problem.graph(fixed, stretched, shared_rates=False)
+    return float(max_cycle_ratio(graph, fixed.default).ratio) / max(timeline.step_us, 1) - 1

@@ -114,7 +114,8 @@ def test_updates_run_earliest_deadline_first() -> None:
     ops = [("bwd2", "gpu", 1), ("bwd1", "gpu", 1), ("bwd0", "gpu", 1), ("u2", "cpu", 10), ("u1", "cpu", 10), ("u0", "cpu", 10)]
     edges = [("bwd2", "u2", 0), ("bwd1", "u1", 0), ("bwd0", "u0", 0), ("u0", "bwd2", 1), ("u1", "bwd2", 1), ("u2", "bwd2", 1)]
     line = simulate(graph(ops, edges, {"u2": 2, "u1": 1, "u0": 0}), us)
-    assert {s.op: (s.start_us, s.end_us) for s in line.spans if s.stream is Stream.CPU} == {"u2": (1, 31), "u1": (2, 22), "u0": (3, 13)}
+    spans = {s.op: (s.start_us, s.end_us) for s in line.spans if s.stream is Stream.CPU}
+    assert spans == {"u2": (1, 31), "u1": (2, 22), "u0": (3, 13)}
     assert (line.busy_us[Stream.CPU], line.step_us) == (30, 31)
     assert line.critical == ("bwd2", "u2", "u0", "u1")  # whenever the others came, u2 would end no earlier
     assert [(leg.kind, leg.us) for leg in line.cycle] == [(OpKind.FORWARD, 1), (OpKind.CPU_UPDATE, 30)]
