@@ -1,8 +1,8 @@
 """LayerGraph and choices -> timed event graph: the lowering of passes/ once more, a layer at a time instead of a chunk.
 
 The order of ops on every stream, the slots and who waits for whom are those of the passes (slots, delivery, gradients,
-updates); tests hold the two together: equal busy times, and periods within a percent. Written again, because what is a
-decision in the passes is a variable here, and because the compiler imports no pass.
+updates); tests hold the two together: equal busy times, and periods to 0.1 % of plans with nothing to choose. Written again,
+because what is a decision in the passes is a variable here, and because the compiler imports no pass.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from slidedp.compiler.choices import Choices
 from slidedp.compiler.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph import OFF, ZERO, EventGraph, Linear
-from slidedp.compiler.eventparts import Parts, Point, Weights, owner
-from slidedp.compiler.eventupdates import add_shared_rates, add_updates
+from slidedp.compiler.eventmoves import Moves
+from slidedp.compiler.eventparts import Parts, Weights, owner
+from slidedp.compiler.eventresident import Resident, take_norm
+from slidedp.compiler.eventupdates import add_shared_rate, add_updates
 from slidedp.compiler.layergraph import Group, LayerGraph, StageKind
-from slidedp.compiler.memory import num_window_slots
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.residency import is_resident
 
 FORWARD = {StageKind.PROLOGUE: OpKind.PROLOGUE, StageKind.LAYER: OpKind.FORWARD, StageKind.EPILOGUE: OpKind.EPILOGUE}
 
@@ -48,35 +48,37 @@ def build_event_graph(layers: LayerGraph, choices: Choices, costs: OptionCosts) 
     """The event graph of training `layers`, with the slots of ``choices.defaults``.
 
     With ``costs.contention`` a step also takes as long as all its work takes each resource that ops share, a loop around one
-    event. Without it every stream is alone, as in a simulation without contention.
+    event, and updates in HBM take their time from compute. Without, every stream is alone, as in a simulation without contention.
+
+    The order of ops is that of a plan in which all goes that may: where a layer's weights or state might stay in HBM, others
+    take its place in the window, and where fewer activations go, others are the last of them. So periods are near those of the
+    ops where much is chosen, and theirs where each family has one option.
     """
     parts = Parts(layers, choices, costs)
-    phases = tuple(find_phases(layers, choices))
+    phases = tuple(find_phases(parts))
     uses = list(dict.fromkeys(w for p in phases for w in p.reads))
     last_read = {w: p.name for p in phases for w in p.reads}
-    program = Program(phases, uses, last_read, assign_slots(layers, choices, phases, uses))
-    emit(parts, program)
+    program = Program(phases, uses, last_read, assign_slots(parts, phases, uses))
+    moves = Moves.of(parts)
+    emit(parts, program, moves, Resident(parts, Stream.GPU if costs.contention else Stream.UPDATE))
     reuse_weight_slots(parts, program)
     reuse_gradient_slots(parts, program)
     keep_order(parts)
     works = add_updates(parts, uses)
-    add_shared_rates(parts, uses)
+    for resource in costs.contention.shared if costs.contention else ():
+        add_shared_rate(parts, uses, resource, sum((window.work_us(resource) for window in moves.windows), ZERO))
     return EventGraph(choices, tuple(parts.events), tuple(parts.edges), works)
 
 
-def find_phases(layers: LayerGraph, choices: Choices) -> Iterator[Phase]:
+def find_phases(parts: Parts) -> Iterator[Phase]:
     """As passes/compute.py and the renaming of passes/slots.py: layers in the window at the turn are not delivered again."""
-    open_state = {f.group for f in choices.families if f.name == "state"}
-
-    def streams(g: Group) -> bool:
-        return layers.streams(g) and (g.name in open_state or not is_resident(g, choices.defaults.of(g.name)))
-
-    windowed = [g.name for g in layers.groups if streams(g)]
-    kept = set(windowed[len(windowed) - num_window_slots(layers, choices.defaults) :])
+    layers = parts.layers
+    windowed = [g.name for g in layers.groups if parts.streams(g)]
+    kept = set(windowed[len(windowed) - num_slots(parts) :])
 
     def reads(i: int, use: str) -> tuple[Weights, ...]:
-        groups = [layers.group(name) for name in layers.stages[i].groups]
-        return tuple(("step" if not streams(g) else "fwd" if g.name in kept else use, g.name) for g in groups)
+        groups = [g for name in layers.stages[i].groups if not parts.stays(g := layers.group(name))]
+        return tuple(("step" if not parts.streams(g) else "fwd" if g.name in kept else use, g.name) for g in groups)
 
     def writes(i: int) -> tuple[str, ...]:
         return tuple(name for name in layers.stages[i].groups if layers.group(name).trainable)
@@ -93,10 +95,15 @@ def find_phases(layers: LayerGraph, choices: Choices) -> Iterator[Phase]:
         yield Phase(f"bwd.{layers.stages[0].name}", 0, OpKind.BACKWARD, reads(0, "fwd"), writes(0))
 
 
-def assign_slots(layers: LayerGraph, choices: Choices, phases: tuple[Phase, ...], uses: list[Weights]) -> dict[Weights, int]:
+def num_slots(parts: Parts) -> int:
+    """Of weights: no more than there are groups to stream."""
+    return min(parts.choices.defaults.window, sum(parts.streams(g) for g in parts.layers.groups))
+
+
+def assign_slots(parts: Parts, phases: tuple[Phase, ...], uses: list[Weights]) -> dict[Weights, int]:
     """Weight slot of every streamed delivery, as passes/slots.py: the one that has been free for longest."""
     last_read = {w: i for i, p in enumerate(phases) for w in p.reads}
-    free_at = [-1] * max(1, num_window_slots(layers, choices.defaults))  # deliveries of resident groups take no time
+    free_at = [-1] * num_slots(parts)
     slots = {}
     for w in uses:
         if w[0] != "step":
@@ -105,11 +112,10 @@ def assign_slots(layers: LayerGraph, choices: Choices, phases: tuple[Phase, ...]
     return slots
 
 
-def emit(parts: Parts, program: Program) -> None:
+def emit(parts: Parts, program: Program, moves: Moves, resident: Resident) -> None:
     """All events in text order, with what they wait for inside the step."""
     behind = deliveries_behind(program)
     producer = {name: p.name for p in program.phases for name in p.writes}
-    reloads: dict[int, Point] = {}
     for w in behind.get("", ()):
         parts.deliver(w)
     for p in program.phases:
@@ -117,17 +123,19 @@ def emit(parts: Parts, program: Program) -> None:
         for w in p.reads:
             for arrived in parts.deliveries[w].arrived:
                 parts.wait(end.event, arrived, f"weights {'.'.join(w)} of {p.name}")
-        if p.kind is OpKind.RECOMPUTE and p.stage in reloads:
-            parts.wait(end.event, reloads[p.stage], f"reload for {p.name}")
+        moves.before(p.kind, p.stage, end)
         for name in parts.splits if p.kind is OpKind.EPILOGUE else ():
             parts.take_home_early(name, end)
         for name in p.writes:
             if producer[name] == p.name:
-                parts.take_home(name, end)
-                update_on_gpu(parts, name, end, next(q.name for q in program.phases if name in {w[1] for w in q.reads}))
+                take_norm(parts, name)
+                if not parts.stays(parts.layers.group(name)):
+                    parts.take_home(name, end)
+                resident.update(name, end)
+        moves.behind(p.kind, p.stage, end)
         for w in behind.get(p.name, ()):
             parts.deliver(w)
-        move_activations(parts, p, end, reloads)
+    resident.rest()
 
 
 def deliveries_behind(program: Program) -> dict[str, list[Weights]]:
@@ -153,33 +161,6 @@ def duration(parts: Parts, p: Phase) -> Linear:
     return Linear(parts.costs.backward(p.stage) if p.kind is OpKind.BACKWARD else parts.costs.forward(p.stage))
 
 
-def update_on_gpu(parts: Parts, name: str, produced: Point, first_reader: str) -> None:
-    """Collectives of resident state between the gradient and the next step's first reader, and the update's time of the GPU."""
-    group, chunks = parts.layers.group(name), parts.choices.defaults.of(name).return_chunks
-    shared = parts.resident(name, sum(c.total_us for c in parts.costs.share_resident(group, chunks)))
-    if shared != ZERO:
-        there = parts.resident(name, 0, OFF)
-        done = parts.run(f"all_gather.resident.{name}", Stream.COMM, shared)
-        parts.wait(done.event, produced + there, f"gradient of {name}")
-        parts.wait(parts.ends[first_reader].event, done + there, f"resident weights of {name}", 1)
-    us = parts.resident(name, parts.costs.gpu_update(group).total_us)
-    if us != ZERO:
-        parts.run(f"gpu_update.{name}", Stream.GPU, us)
-
-
-def move_activations(parts: Parts, p: Phase, end: Point, reloads: dict[int, Point]) -> None:
-    """Offloads follow their forward; a reload follows the backward two layers before its own, when its buffer is free."""
-    last = len(parts.layers.stages) - 1
-    if p.kind is OpKind.FORWARD:
-        parts.move_activations(p.stage, OpKind.ACT_OFFLOAD, end)
-    due = {OpKind.EPILOGUE: (last - 1, last - 2), OpKind.BACKWARD: (p.stage - 2,)}.get(p.kind, ())
-    for i in due:
-        if i >= 1 and (back := parts.move_activations(i, OpKind.ACT_RELOAD, end)):
-            name = parts.layers.stages[i].name
-            parts.wait(back.event, parts.ends[f"{OpKind.ACT_OFFLOAD}.{name}"], f"offload before reload of {name}")
-            reloads[i] = back
-
-
 def reuse_weight_slots(parts: Parts, program: Program) -> None:
     """A slot is refilled when whoever read it last has ended, around to the next step."""
     for k in set(program.slots.values()):
@@ -189,23 +170,30 @@ def reuse_weight_slots(parts: Parts, program: Program) -> None:
             parts.wait(parts.deliveries[after].copy_start, freed, f"weight slot of {'.'.join(after)}", int(after == occupants[0]))
     for w in program.uses:
         if w not in program.slots:
-            parts.wait(parts.deliveries[w].copy_start, parts.ends[program.last_read[w]], f"held weights of {w[1]}", 1)
+            delivered = parts.each(w[1], "weights", lambda o: 0 if o else OFF)
+            parts.wait(parts.deliveries[w].copy_start, parts.ends[program.last_read[w]] + delivered, f"held weights of {w[1]}", 1)
 
 
 def reuse_gradient_slots(parts: Parts, program: Program) -> None:
     """A backward writes where the gradient before has left."""
-    writer = {name: next(parts.ends[p.name].event for p in program.phases if name in p.writes) for name in parts.returns}
-    streamed = [name for name in writer if parts.layers.streams(parts.layers.group(name))]
-    num = min(parts.choices.defaults.grad_slots, len(streamed))
+    writer = {name: next(parts.ends[p.name].event for p in program.phases if name in p.writes) for name in parts.freed}
+    shared = [name for name in writer if shares_slots(parts, parts.layers.group(name))]
+    num = min(parts.choices.defaults.grad_slots, len(shared))
     for k in range(num):
-        taking = streamed[k::num]
+        taking = shared[k::num]
         for before, after in zip(taking, [*taking[1:], taking[0]], strict=True):
-            for freed in parts.returns[before].freed:
+            for freed in parts.freed[before]:
                 parts.wait(writer[after], freed, f"gradient slot of {after}", int(after == taking[0]))
     for name in writer:
-        if name not in streamed:
-            for freed in parts.returns[name].freed:
+        if name not in shared:
+            for freed in parts.freed[name]:
                 parts.wait(writer[name], freed, f"held gradient of {name}", 1)
+
+
+def shares_slots(parts: Parts, group: Group) -> bool:
+    """As passes/slots.py: not if the gradient waits in its place for a deferred update, or several stages add to it."""
+    waits = parts.deferred and parts.layers.world_size == 1 and parts.stays(group)
+    return parts.layers.streams(group) and not waits
 
 
 def keep_order(parts: Parts) -> None:

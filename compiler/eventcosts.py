@@ -14,6 +14,7 @@ from slidedp.compiler.contention import Contention, Resource, work_us
 from slidedp.compiler.costs import CostModel
 from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind, cut_chunks
+from slidedp.compiler.memory import moved_bytes
 from slidedp.compiler.ops import Chunk, Op, OpKind, Ref, Stream, in_lane
 from slidedp.compiler.rows import Split
 
@@ -36,6 +37,10 @@ class Chunked:
     def chunk_us(self) -> int:
         return -(-self.total_us // max(self.num, 1))
 
+    def __add__(self, more: Chunked) -> Chunked:
+        """Chunk by chunk, one behind the other."""
+        return replace(in_a_row([self, more]), num=self.num)
+
 
 NOTHING = Chunked()
 
@@ -45,14 +50,15 @@ class OptionCosts:
     """Durations of a layer graph's ops under any option.
 
     `contention`: what ops share (:class:`~slidedp.compiler.contention.Contention`), so that none is faster than all ranks
-    together can be; None: nothing. `scale`: factors by stream, which the loop of AutoPolicy corrects.
+    together can be; None: nothing. `scale`: factors, which the loop of AutoPolicy corrects: by the name of a transfer, of all its
+    chunks, how many times as long as alone they take; else of all that runs on a stream.
     """
 
     layers: LayerGraph
     hw: HardwareProfile
     costs: CostModel
     contention: Contention | None = None
-    scale: Mapping[Stream, float] = field(default_factory=dict)
+    scale: Mapping[str, float] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Chunked] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     # ---- weights ----
@@ -92,11 +98,32 @@ class OptionCosts:
 
     # ---- gradients ----
 
-    def reduce(self, group: Group, o: Values) -> Chunked:
-        world = self.layers.world_size
-        if world == 1 or not o or o["reduction"] != "gpu":
+    def reduce(self, group: Group, o: Values, normed: bool = False) -> Chunked:
+        """`normed`: with the norm of each chunk's sum."""
+        if self.layers.world_size == 1 or not o or o["reduction"] != "gpu":
             return NOTHING
-        return self._return(OpKind.REDUCE, Stream.COMM, group, o, lambda n: n // world * self.layers.grad_itemsize * (world - 1))
+        return self._reduce(group, o, normed)
+
+    def _reduce(self, group: Group, o: Values, normed: bool) -> Chunked:
+        world, size = self.layers.world_size, self.layers.grad_itemsize
+        reduce = self._return(OpKind.REDUCE, Stream.COMM, group, o, lambda n: n // world * size * (world - 1))
+        return reduce + self.norm_of_sum(group, o) if normed else reduce
+
+    def norm_of_sum(self, group: Group, o: Values) -> Chunked:
+        """Of a gradient's sum over several ranks, on the stream that has made it."""
+        world, stream = self.layers.world_size, Stream.HOST if self.on_host(o) else Stream.COMM
+        if world == 1:
+            return NOTHING
+        return self._return(OpKind.GRAD_NORM, stream, group, o, lambda n: n // world * self.layers.grad_itemsize)
+
+    def norm(self, group: Group) -> int:
+        """Of the gradient that one rank's backward leaves on the GPU."""
+        return self.op_us(Op(f"grad_norm.{group.name}", OpKind.GRAD_NORM, Stream.GPU, group.name,
+                             bytes=group.num_trainable * self.layers.grad_itemsize))  # fmt: skip
+
+    def combined_norm(self, name: str, stream: Stream) -> int:
+        """`name`: norms, norm or clip, as passes/clipping.py."""
+        return self.op_us(Op(name, OpKind.GRAD_NORM, stream, name))
 
     def d2h(self, group: Group, o: Values) -> Chunked:
         if not o:
@@ -104,15 +131,16 @@ class OptionCosts:
         ranks = 1 if self.on_host(o) else self.layers.world_size
         return self._return(OpKind.D2H, Stream.D2H, group, o, lambda n: n // ranks * self.layers.grad_itemsize)
 
-    def host_reduce(self, group: Group, o: Values) -> Chunked:
+    def host_reduce(self, group: Group, o: Values, normed: bool = False) -> Chunked:
         world = self.layers.world_size
         if not o or not self.on_host(o):
             return NOTHING
         per_element = self.layers.grad_itemsize * (world + 1)
-        return self._return(OpKind.HOST_REDUCE, Stream.HOST, group, o, lambda n: n // world * per_element)
+        reduce = self._return(OpKind.HOST_REDUCE, Stream.HOST, group, o, lambda n: n // world * per_element)
+        return reduce + self.norm_of_sum(group, o) if normed else reduce
 
     def on_host(self, o: Values) -> bool:
-        return bool(o) and o["reduction"] == "cpu" and self.layers.world_size > 1
+        return o.get("reduction") == "cpu" and self.layers.world_size > 1
 
     def update(self, group: Group, o: Values, source: str, split: Split | None = None, *, early: bool = False) -> Chunked:
         """On the CPU, in the chunks of the gradient's return. `source`: with a shadow to write, or without. Of a table whose
@@ -129,24 +157,22 @@ class OptionCosts:
 
         return self._return(OpKind.CPU_UPDATE, Stream.CPU, group, o, num_bytes)
 
-    def gpu_update(self, group: Group) -> Chunked:
-        """Of this rank's part; on the GPU, from whose compute it takes its time wherever it runs."""
-        chunk = Chunk(0, 1, trainable=True)
-        per_param = 24 + self.layers.grad_itemsize + self.layers.compute_itemsize
-        op = Op(f"gpu_update.{group.name}.c0", OpKind.GPU_UPDATE, Stream.GPU, group.name, chunk,
-                bytes=group.num_trainable // self.layers.world_size * per_param)  # fmt: skip
-        return self.one(op)
+    # ---- state in HBM, in the chunks that its gradient would return in ----
 
-    def share_resident(self, group: Group, num_chunks: int) -> tuple[Chunked, ...]:
-        """The collectives of a group whose state is in HBM: its gradient's reduction, and the gathering of what is new."""
-        world, o = self.layers.world_size, {"return_chunks": num_chunks}
-        if world == 1:
-            return ()
-        reduce = self._return(OpKind.REDUCE, Stream.COMM, group, o,
-                              lambda n: n // world * self.layers.grad_itemsize * (world - 1))  # fmt: skip
-        gather = self._return(OpKind.ALL_GATHER, Stream.COMM, group, o,
-                              lambda n: n // world * self.layers.compute_itemsize * (world - 1))  # fmt: skip
-        return reduce, gather
+    def gpu_update(self, group: Group, num_chunks: int, stream: Stream) -> Chunked:
+        """Of this rank's part. `stream`: whose time it takes."""
+        per_param = 24 + self.layers.grad_itemsize + self.layers.compute_itemsize
+        return self._return(OpKind.GPU_UPDATE, stream, group, {"return_chunks": num_chunks},
+                            lambda n: n // self.layers.world_size * per_param)  # fmt: skip
+
+    def reduce_resident(self, group: Group, num_chunks: int, normed: bool) -> Chunked:
+        return self._reduce(group, {"return_chunks": num_chunks}, normed)
+
+    def gather_resident(self, group: Group, num_chunks: int) -> Chunked:
+        """Of the weights that the other ranks have made."""
+        world, size = self.layers.world_size, self.layers.compute_itemsize
+        op = Op(f"{OpKind.ALL_GATHER}.resident.{group.name}", OpKind.ALL_GATHER, Stream.COMM, group.name)
+        return self._chunks(op, group.num_trainable, num_chunks, lambda n: n // world * size * (world - 1), trainable=True)
 
     def _return(self, kind: OpKind, stream: Stream, group: Group, o: Values, num_bytes: Callable[[int], int]) -> Chunked:
         op = Op(f"{kind}.{group.name}", kind, stream, group.name)
@@ -154,7 +180,7 @@ class OptionCosts:
 
     def _chunks(self, op: Op, numel: int, num: int, num_bytes: Callable[[int], int], *, trainable: bool = False) -> Chunked:
         """`op` in chunks of `numel` elements, which are of at most two sizes: one question for each size."""
-        key = (op.name, num, num_bytes(numel))
+        key = (op.name, op.stream, num, num_bytes(numel))
         if key not in self._known:
             cut = cut_chunks(numel, num, self.layers.world_size)
             each: dict[int, Chunked] = {}
@@ -186,10 +212,13 @@ class OptionCosts:
         name = f"bwd.{self.layers.stages[i].name}"
         return self._gpu(name, OpKind.BACKWARD, i, lambda lane: lane[i].boundary_bytes * (i > 0), 2)
 
-    def offload(self, i: int, kind: OpKind) -> Chunked:
-        """`kind`: act_offload or act_reload, of everything that a layer keeps. One chunk a micro-batch."""
+    def move(self, i: int, kind: OpKind, head: str) -> Chunked:
+        """`kind`: act_offload or act_reload, of everything that a layer keeps (`head`: act) or of its inputs (h). One chunk a
+        micro-batch.
+        """
         stream = Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D
-        return self._in_lanes(f"{kind}.{self.layers.stages[i].name}", kind, stream, i, lambda lane: lane[i].activation_bytes, 0)
+        return self._in_lanes(f"{kind}.{head}.{self.layers.stages[i].name}", kind, stream, i,
+                              lambda lane: moved_bytes(lane[i], head), 0)  # fmt: skip
 
     def _gpu(self, name: str, kind: OpKind, i: int, num_bytes: Callable[[Lane], int], forwards: int = 1) -> int:
         return self._in_lanes(name, kind, Stream.GPU, i, num_bytes, forwards).total_us
@@ -202,15 +231,20 @@ class OptionCosts:
                for k, lane in enumerate(self.layers.each_lane)]  # fmt: skip
         return in_a_row([self.one(op) for op in ops])
 
+    def op_us(self, op: Op) -> int:
+        return self.one(op).total_us
+
     def one(self, op: Op) -> Chunked:
         """`op`, asked for once."""
-        us, work = self.costs.duration_us(op, self.hw), dict[Resource, int]()
+        us, work, slowed = self.costs.duration_us(op, self.hw), dict[Resource, int](), 1.0
         if self.contention:
             op = replace(op, bytes=self.costs.bytes(op, self.hw))
             found = work_us([self.contention.draw(op, us)], [us])
             work = {resource: round(found[resource]) for resource in self.contention.shared if resource in found}
-            us = round(us / self.contention.lone_speed(op, us))
-        return Chunked(round(us * self.scale.get(op.stream, 1.0)), 1, work)
+            slowed = 1 / self.contention.lone_speed(op, us)
+        by_name = self.scale.get(op.whole)
+        slowed = max(by_name, slowed) if by_name else slowed * self.scale.get(op.stream, 1.0)
+        return Chunked(us if slowed == 1.0 else round(us * slowed), 1, work)
 
 
 def in_a_row(ops: Sequence[Chunked]) -> Chunked:

@@ -1,4 +1,4 @@
-"""Parts of a timed event graph: deliveries, gradients' ways home, offloads, each with what it waits for inside itself.
+"""Parts of a timed event graph: deliveries, gradients' ways home, each with what it waits for inside itself.
 
 A transfer in n chunks is a start and an end; the next transfer of the same chunks starts when the first has arrived, and ends
 one chunk after the last has. What an option does not have (a cast of a shadow, a gather of a whole copy) lasts nothing, and the
@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slidedp.compiler.choices import Choices, Values
-from slidedp.compiler.decisions import StateHome
+from slidedp.compiler.decisions import Residence, Update
 from slidedp.compiler.eventcosts import NOTHING, Chunked, OptionCosts
 from slidedp.compiler.eventgraph import OFF, ZERO, Event, Linear, TimedEdge
+from slidedp.compiler.eventrings import Ring
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.rows import split_on_host
@@ -29,7 +30,7 @@ class Point:
     event: int
     after: Linear = ZERO
 
-    def __add__(self, more: Linear) -> Point:
+    def __add__(self, more: Linear | int) -> Point:
         return Point(self.event, self.after + more)
 
 
@@ -37,23 +38,22 @@ class Point:
 class Delivered:
     """Events of a delivery: its first transfer's start and end, when its copy starts, the moments that all has arrived.
 
-    `chunk`: one chunk of the first transfer.
+    `transfers`: the events of their ends, and what they are, the first being a copy where nothing is cast.
     """
 
     start: int
     end: int
     copy_start: int
     arrived: tuple[Point, ...]
-    chunk: Linear
+    transfers: tuple[tuple[int, Transfer], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Moments of a gradient's way home: its first and last chunk can be updated; its slot on the device is free."""
+    """Moments of a gradient's way home: its first and last chunk can be updated."""
 
     first: Point
     last: Point
-    freed: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +122,17 @@ class Parts:
     deliveries: dict[Weights, Delivered] = field(default_factory=dict)
     returns: dict[str, Returned] = field(default_factory=dict)
     ends: dict[str, Point] = field(default_factory=dict)  # of compute and offloads, by name
-    staging_free: Point | None = None  # behind the last cast
-    reducing_free: Point | None = None
+    freed: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # when a group's gradient has left its slot
+    norms: list[Point] = field(default_factory=list)  # of deferred steps: the moments that gradients' norms are known
+    clip: Point | None = None  # behind all norms
 
     def __post_init__(self) -> None:
         self.families = {f.key: i for i, f in enumerate(self.choices.families)}
         self.splits = split_on_host(self.layers, self.choices.defaults)
         self.early: dict[str, Returned] = {}
+        self.deferred = self.choices.defaults.update is Update.DEFERRED
+        self.staging = Ring(self, self.choices.defaults.staging_slots, "staging slots")
+        self.sums = Ring(self, self.choices.defaults.reduce_slots, "reduce slots")
 
     # ---- one by one ----
 
@@ -142,10 +146,17 @@ class Parts:
         return as_linear(self.families[group, family], [value(o) for o in options]) if options else ZERO
 
     def resident(self, group: str, value: int, otherwise: int = 0) -> Linear:
-        """`value` if the state of `group` is in HBM."""
-        if (group, "state") in self.families:
-            return self.each(group, "state", lambda o: value if o["state"] == "hbm" else otherwise)
-        return Linear(value if self.choices.defaults.of(group).state is StateHome.HBM else otherwise)
+        """`value` where the state of a trainable group is in HBM."""
+        return self.each(group, "gradients", lambda o: otherwise if o else value)
+
+    def stays(self, group: Group) -> bool:
+        """True if nothing is ever delivered: state in HBM is all that is offered."""
+        return all(not o for o in self.options(group.name, "weights"))
+
+    def streams(self, group: Group) -> bool:
+        """True if some option delivers the group through the window of weight slots."""
+        offered = self.options(group.name, "weights")
+        return self.layers.streams(group) and any(o and o.get("weights") != Residence.HOLD for o in offered)
 
     def transfer(self, group: str, family: str, costs: Callable[[Values], Chunked]) -> Transfer:
         return Transfer(self.families.get((group, family)), tuple(costs(o) for o in self.options(group, family)))
@@ -181,7 +192,7 @@ class Parts:
     def deliver(self, weights: Weights) -> None:
         """cast -> copy -> gather. Who uses the slot, and which update comes before, is added by whoever knows."""
         use, name = weights
-        group, slots, tag = self.layers.group(name), self.choices.defaults.staging_slots, f"{use}.{name}"
+        group, tag = self.layers.group(name), f"{use}.{name}"
         cast = self.transfer(name, "weights", lambda o: self.costs.cast(group, use, o))
         copy = self.transfer(name, "weights", lambda o: self.costs.h2d(group, use, o))
         gather = self.transfer(name, "weights", lambda o: self.costs.all_gather(group, use, o))
@@ -195,23 +206,22 @@ class Parts:
         if cast.ever:
             self.wait(copy_start, Point(cast_start, cast.chunk), f"cast before copy of {tag}")
             self.wait(copy_end, Point(cast_end, copy.chunk), f"cast before copy of {tag}")
-            self.wait(cast_end, Point(copy_start, cast.stalled_by(copy, slots)), f"staging slots of {tag}")
-            if self.staging_free:
-                self.wait(cast_start, self.staging_free, f"staging slots before {tag}")
-            self.staging_free = Point(copy_start, cast.freed_by(copy, slots))
+            self.staging.fill(tag, cast, copy, (cast_start, cast_end), (Point(copy_start), Point(copy_end)))
         if gather.ever:
             self.wait(gather_start, Point(copy_start, gather.only_chunk(copy)), f"copy before gather of {tag}")
             self.wait(gather_end, Point(copy_end, gather.only_chunk(gather)), f"copy before gather of {tag}")
             arrived.append(Point(gather_end))
         first = (cast_start, cast_end) if cast.ever else (copy_start, copy_end)
-        self.deliveries[weights] = Delivered(*first, copy_start, tuple(arrived), (cast if cast.ever else copy).chunk)
+        transfers = [(cast_end, cast)] * cast.ever + [(copy_end, copy)] + [(gather_end, gather)] * gather.ever
+        self.deliveries[weights] = Delivered(*first, copy_start, tuple(arrived), tuple(transfers))
 
     def take_home(self, name: str, produced: Point) -> None:
         """reduce -> copy back, or copy back -> host reduce, of the gradient that is complete at `produced`."""
-        group, slots = self.layers.group(name), self.choices.defaults.reduce_slots
-        reduce = self.transfer(name, "gradients", lambda o: self.costs.reduce(group, o))
+        group = self.layers.group(name)
+        reduce = self.transfer(name, "gradients", lambda o: self.costs.reduce(group, o, self.deferred))
         back = self.transfer(name, "gradients", lambda o: self.costs.d2h(group, o))
-        on_host = self.transfer(name, "gradients", lambda o: self.costs.host_reduce(group, o))
+        on_host = self.transfer(name, "gradients", lambda o: self.costs.host_reduce(group, o, self.deferred))
+        norm = self.each(name, "gradients", lambda o: -self.costs.norm_of_sum(group, o).chunk_us if self.deferred and o else 0)
         reduce_start = self.start(f"reduce.{name}", Stream.COMM, reduce)
         back_start = self.event(f"d2h.{name}", Stream.D2H, back.total)
         host_start = self.start(f"host_reduce.{name}", Stream.HOST, on_host)
@@ -223,18 +233,18 @@ class Parts:
         freed = [Point(back_end, on_host.only() if reduce.ever else ZERO)]  # between GPUs, the reduction frees it
         if reduce.ever:
             self.wait(reduce_start, produced + reduce.only(), f"gradient of {name}")
-            self.wait(back_start, Point(reduce_start, reduce.only_chunk(reduce)), f"reduce before return of {name}")
-            self.wait(back_end, Point(reduce_end, reduce.only_chunk(back)), f"reduce before return of {name}")
-            self.wait(reduce_end, Point(back_start, reduce.stalled_by(back, slots)), f"reduce slots of {name}")
-            if self.reducing_free:
-                self.wait(reduce_start, self.reducing_free + reduce.only(), f"reduce slots before {name}")
-            self.reducing_free = Point(back_start, reduce.freed_by(back, slots))
+            self.wait(back_start, Point(reduce_start, reduce.only_chunk(reduce) + norm), f"reduce before return of {name}")
+            self.wait(back_end, Point(reduce_end, reduce.only_chunk(back) + norm), f"reduce before return of {name}")
+            self.sums.fill(name, reduce, back, (reduce_start, reduce_end), (Point(back_start), Point(back_end)))
             freed.append(Point(reduce_end))
         if on_host.ever:
             self.wait(host_start, first, f"return before sum of {name}")
             self.wait(host_end, last + on_host.chunk, f"return before sum of {name}")
-            first, last = Point(host_start, on_host.chunk), Point(host_end)
-        self.returns[name] = Returned(first, last, tuple(freed))
+            first, last = Point(host_start, on_host.chunk + norm), Point(host_end, norm)
+            self.norms.append(Point(host_end, on_host.only()))
+        if reduce.ever:
+            self.norms.append(Point(reduce_end, reduce.only()))
+        self.returns[name], self.freed[name] = Returned(first, last), tuple(freed)
 
     def take_home_early(self, name: str, produced: Point) -> None:
         """The head's part of the gradient of a table whose rows are split; nothing where it is no head's: then it is zero."""
@@ -249,15 +259,4 @@ class Parts:
                 last = self.run(f"{kind}.early.{name}", stream, transfer.total)
                 self.wait(last.event, first, f"early gradient of {name}")
                 first = Point(last.event, transfer.chunk)
-        self.early[name] = Returned(first, last, ())
-
-    def move_activations(self, i: int, kind: OpKind, after: Point) -> Point | None:
-        """An offload or reload of stage `i`, if any option has one: when it has ended."""
-        stage = self.layers.stages[i]
-        duration = self.each(owner(stage), "act", lambda o: self.costs.offload(i, kind).total_us if o["act"] == "offload" else 0)
-        if duration == ZERO:
-            return None
-        end = self.run(f"{kind}.{stage.name}", Stream.D2H if kind is OpKind.ACT_OFFLOAD else Stream.H2D, duration)
-        there = self.each(owner(stage), "act", lambda o: 0 if o["act"] == "offload" else OFF)
-        self.wait(end.event, after + there, f"{kind} of {stage.name}")
-        return end + there
+        self.early[name] = Returned(first, last)

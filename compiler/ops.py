@@ -78,7 +78,8 @@ class OpKind(StrEnum):
 
 
 class Stream(StrEnum):
-    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first.
+    """Queues that run beside one another. All issue in text order but `cpu`, which takes the earliest deadline first, also from
+    an update that has begun.
 
     `update` is the GPU's: a stream of its own, so that what an update waits for on the host (the loss, word from other ranks)
     does not hold up the issue of compute.
@@ -218,6 +219,11 @@ class Op:
     def lane(self) -> int:
         """The micro-batch that a compute op is for, or a move of its values."""
         return split_lane(self.name)[1]
+
+    @property
+    def whole(self) -> str:
+        """Name of what this is a chunk of."""
+        return self.name.rpartition(".")[0] if self.chunk else self.name
 
     @property
     def stage(self) -> str:

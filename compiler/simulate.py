@@ -5,14 +5,17 @@
                                                           durations are those alone; ops that run at once share rates
 
 Streams issue in text order, step after step; `cpu` is one server with a priority queue: of the updates that are ready,
-the earliest deadline first (DESIGN §5), the rule that the executor follows. Ranks are alike and in step, so one rank is
-simulated, edges over all ranks are local ones, and what it draws on the host's resources all ranks draw.
+the earliest deadline first (DESIGN §5), the rule that the executor follows. An update makes way for one of an earlier deadline
+that becomes ready, and goes on behind it: the executor's threads take its blocks one by one (native/queue.cpp). Ranks are alike
+and in step, so one rank is simulated, edges over all ranks are local ones, and what it draws on the host's resources all
+ranks draw.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from itertools import groupby
 
@@ -83,6 +86,11 @@ class _Run:
         self.last_on = dict.fromkeys(self.streams, -1)
         self.updates: list[tuple[int, int, int]] = []  # (step, deadline, node) of ready ops on the cpu stream
         self.running: dict[Stream, int] = {}  # the node on each stream that is busy
+        self.paused: list[int] = []  # updates that have made way, each for the next and the last for the one that runs
+        self.since: dict[int, float] = {}  # when they did
+        self.left_us: dict[int, float] = {}  # what was left of them
+        self.away: dict[int, float] = {}  # how long updates made way, those that did
+        self.meanwhile: dict[int, list[int]] = {}  # what ran then
         self.draws, self.sharing = draws, _Shares(draws, durations) if draws else None
         self.left = self.n  # ops of the measured step that have not ended
 
@@ -110,6 +118,9 @@ class _Run:
         del self.running[stream]
         self.left -= step == self.measured
         self.last_on[stream] = node
+        if stream is Stream.CPU:
+            for paused in self.paused:
+                self.meanwhile.setdefault(paused, []).append(node)
         touched = {stream}
         for dst, distance in self.successors[i]:
             if step + distance >= self.num_steps:
@@ -126,16 +137,36 @@ class _Run:
     def issue(self, streams: list[Stream], now: float) -> None:
         """Starts the next op of each of these streams that is idle and has one that can start."""
         for stream in streams:
+            if stream is Stream.CPU:
+                self.make_way(now)
             if stream in self.running or (node := self.next_on(stream)) < 0:
                 continue
-            before = self.last_on[stream]
-            self.cause[node] = before if before >= 0 and self.end[before] == now else self.last_dependency[node]
-            self.running[stream], self.start[node] = node, now
-            self.end[node] = now + self.durations[node % self.n]
+            self.running[stream] = node
+            if node in self.since:
+                self.paused.remove(node)
+                self.away[node] = self.away.get(node, 0) + now - self.since.pop(node)
+            else:
+                before = self.last_on[stream]
+                self.cause[node] = before if before >= 0 and self.end[before] == now else self.last_dependency[node]
+                self.start[node] = now
+            self.end[node] = now + self.left_us.get(node, self.durations[node % self.n])
         if self.sharing:
             nodes = [self.running[s] for s in self.streams if s in self.running]
-            for node, end in self.sharing.ends(nodes, now):
+            for node, end in self.sharing.ends(nodes, now, self.left_us):
                 self.end[node] = end
+
+    def make_way(self, now: float) -> None:
+        """Puts the update that runs back among those that are ready, if one of them is due earlier."""
+        node = self.running.get(Stream.CPU, -1)
+        if node < 0 or not self.updates:
+            return
+        step, i = divmod(node, self.n)
+        if self.updates[0][:2] < (step, self.ops[i].deadline):
+            del self.running[Stream.CPU]
+            self.left_us[node] = self.sharing.left_us(node, now) if self.sharing else self.end[node] - now
+            self.since[node] = now
+            self.paused.append(node)
+            heappush(self.updates, (step, self.ops[i].deadline, node))
 
     def next_on(self, stream: Stream) -> int:
         """Takes the node that is next on an idle stream; -1 if none can start."""
@@ -175,7 +206,7 @@ class _Run:
         last = max(nodes, key=lambda v: (self.end[v], -v))
         cycle, steps = self.cycle(last)
         return Timeline(step_us, spans, busy, self.chain(last, step_us), self.exposed(nodes), cycle, steps,
-                        self.contended(nodes), self.resources(step_us), self.steady)
+                        self.contended(nodes), self.stretched(nodes), self.resources(step_us), self.steady)
 
     def resources(self, step_us: int) -> dict[Resource, float]:
         """The part of each that a step uses, fullest first."""
@@ -184,15 +215,20 @@ class _Run:
         return {r: us / step_us for r, us in sorted(work.items(), key=lambda item: -item[1])} if step_us else {}
 
     def took(self, node: int) -> float:
-        return self.end[node] - self.start[node]
+        """How long it ran, without the time for which it made way."""
+        return self.end[node] - self.start[node] - self.away.get(node, 0)
 
     def chain(self, node: int, step_us: int) -> tuple[str, ...]:
         until = self.end[node] - step_us
         names = []
         while node >= 0 and self.end[node] > until:
-            names.append(self.ops[node % self.n].name)
+            names += [self.ops[v % self.n].name for v in reversed(self.with_meanwhile(node)) if self.end[v] > until]
             node = self.cause[node]
         return tuple(reversed(names))
+
+    def with_meanwhile(self, node: int) -> list[int]:
+        """`node`, and what it made way for: it ends when all of that has been done, whenever that came."""
+        return [node, *self.meanwhile.get(node, ())]
 
     def cycle(self, node: int) -> tuple[tuple[Leg, ...], int]:
         """The causes of `node`, back from an op to the same op some steps earlier: the nearest two a period apart a step.
@@ -219,7 +255,8 @@ class _Run:
     def legs(self, path: list[int]) -> tuple[Leg, ...]:
         """`path`, in order of time, cut where the kind changes."""
         legs = []
-        for kind, nodes in groupby(path, key=lambda v: phase(self.ops[v % self.n].kind)):
+        whole = [w for v in path for w in self.with_meanwhile(v)]
+        for kind, nodes in groupby(whole, key=lambda v: phase(self.ops[v % self.n].kind)):
             ops = [(self.ops[v % self.n], self.took(v)) for v in nodes]
             layers = tuple(dict.fromkeys(op.layer for op, _ in ops))
             legs.append(Leg(kind, ops[0][0].stream, tuple(op.name for op, _ in ops), layers, round(sum(us for _, us in ops))))
@@ -247,6 +284,17 @@ class _Run:
         return in_order(longer)
 
 
+    def stretched(self, nodes: range) -> dict[Stream, dict[str, float]]:
+        if not self.draws:
+            return {}
+        took: dict[Stream, Counter[str]] = defaultdict(Counter)
+        alone: dict[Stream, Counter[str]] = defaultdict(Counter)
+        for op, us, node in zip(self.ops, self.durations, nodes, strict=True):
+            took[op.stream][op.whole] += self.took(node)  # type: ignore[assignment]
+            alone[op.stream][op.whole] += us
+        return {s: {name: took[s][name] / us for name, us in names.items() if us} for s, names in alone.items()}
+
+
 def phase(kind: OpKind) -> OpKind:
     """A recompute is a part of its backward."""
     return OpKind.BACKWARD if kind is OpKind.RECOMPUTE else kind
@@ -267,15 +315,22 @@ class _Shares:
         self.known: dict[tuple[int, ...], tuple[float, ...]] = {}
         self.progress: dict[int, tuple[float, float, float]] = {}  # running node -> (microseconds alone left, since when, speed)
 
-    def ends(self, nodes: list[int], now: float) -> list[tuple[int, float]]:
-        """When each node whose speed changes now will end, if nothing else changes."""
+    def left_us(self, node: int, now: float) -> float:
+        """What is left of a node that runs: microseconds alone."""
+        left, since, speed = self.progress[node]
+        return max(left - speed * (now - since), 0)
+
+    def ends(self, nodes: list[int], now: float, resumed: Mapping[int, float]) -> list[tuple[int, float]]:
+        """When each node whose speed changes now will end, if nothing else changes. `resumed`: what was left of some that did
+        not run until now.
+        """
         what = tuple([self.kind[node % self.n] for node in nodes])
         speeds = self.known.get(what)
         if speeds is None:
             speeds = self.known[what] = fill([self.draws[k] for k in what])
         before, self.progress, changed = self.progress, {}, []
         for node, speed in zip(nodes, speeds, strict=True):
-            left, since, old = before.get(node) or (self.durations[node % self.n], now, 0.0)
+            left, since, old = before.get(node) or (resumed.get(node, self.durations[node % self.n]), now, 0.0)
             if speed != old:
                 left = max(left - old * (now - since), 0)
                 since = now

@@ -208,7 +208,7 @@ def _parse_attributes(tokens: list[str]) -> tuple[dict[str, int], dict[str, str]
     strings: dict[str, str] = {}
     for token in tokens:
         key, _, value = token.partition("=")
-        if key in _NUMBERS and value.isdecimal():
+        if key in _NUMBERS and value.removeprefix("-" if key == "deadline" else "").isdecimal():
             numbers[key] = int(value)
         elif key in ("layer", "chunk"):
             strings[key] = value

@@ -7,7 +7,7 @@ those ops faster, or moving one off the cycle, makes the step shorter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slidedp.compiler.contention import Resource
@@ -63,6 +63,8 @@ class Timeline:
     cycle_steps: int = 0
     contended_us: Mapping[OpKind, int] = field(default_factory=dict)
     """By kind, how much longer ops took than alone, because others drew on the same resources; without contention, empty."""
+    stretched: Mapping[Stream, Mapping[str, float]] = field(default_factory=dict)
+    """How many times as long as alone each op took, all chunks of a transfer as one. Without contention, empty."""
     resources: Mapping[Resource, float] = field(default_factory=dict)
     """The fraction of each shared resource's capacity that a step uses, fullest first. One near 1 bounds the step, whatever the
     order of its ops. Without contention, empty."""
@@ -133,11 +135,20 @@ def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_st
     """
     origin = min((start for _, _, start, _ in events), default=0.0)
     spans = tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in events)
-    busy = {s: sum(span.end_us - span.start_us for span in spans if span.stream is s) // num_steps for s in Stream}
+    busy = {s: covered_us([span for span in spans if span.stream is s]) // num_steps for s in Stream}
     waited = round(peer_wait_s * 1e6) // num_steps
     busy[Stream.COMM] -= min(waited, busy[Stream.COMM])
     end = max((span.end_us for span in spans), default=0)
     return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, (), peer_wait_us=waited)
+
+
+def covered_us(spans: Iterable[Span]) -> int:
+    """Microseconds in which one of `spans` runs: an update's encloses those of the updates that it made way for."""
+    covered, until = 0, 0
+    for start, end in sorted((span.start_us, span.end_us) for span in spans):
+        covered += max(end - max(start, until), 0)
+        until = max(until, end)
+    return covered
 
 
 def _ms(us: float) -> str:

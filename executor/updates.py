@@ -3,7 +3,8 @@
     UpdateQueue   the threads of native/queue.cpp, which take updates by earliest deadline, and what they wait for
     UpdateStream  a PriorityStream with such a queue beside it; one Python thread turns completions into tickets
 
-Where there is no native library, where an op is no native update, and in tests that delay ops, PriorityStream does it all.
+Where there is no native library, where an op is no native update, and in tests that delay ops, PriorityStream does it all. It
+works on what it has begun to its end; in the queue an update makes way for one of an earlier deadline.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class UpdateQueue:
         self._library.slidedp_queue_stop(self._handle)
 
     def close(self) -> None:
-        """Halts, and waits for the threads to end: for a block of an update, a millisecond. Idempotent."""
+        """Halts, and waits for the threads to end: for what has begun, of each layer a chunk at most. Idempotent."""
         self._library.slidedp_queue_close(self._handle)
 
 

@@ -101,9 +101,12 @@ def candidate(update: Op) -> Op:
 
 
 def settle(update: Op) -> Op:
-    """Makes the candidate of `update` the state's next version, or does the update again."""
+    """Makes the candidate of `update` the state's next version, or does the update again.
+
+    It is due just before the group's other candidates, so that it does not wait for those of them that are still to be made.
+    """
     return replace(update, name=update.name.replace("cpu_update.", "settle."), kind=OpKind.SETTLE, bytes=0,
-                   reads=(made_by(update), *update.reads))
+                   deadline=update.deadline - 1, reads=(made_by(update), *update.reads))
 
 
 def made_by(update: Op) -> Ref:

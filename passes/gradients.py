@@ -35,7 +35,10 @@ class Gradients(Pass):
     def run(self, graph: OpGraph) -> OpGraph:
         final: dict[str, tuple[Ref, str]] = {}
         for op in graph.ops:
-            final |= {ref.value: (ref, op.name) for ref in op.writes if ref.value.startswith("G.")}
+            for ref in op.writes:
+                if ref.value.startswith("G."):
+                    final.pop(ref.value, None)  # of several contributions the last counts, and its place in line
+                    final[ref.value] = ref, op.name
         reduced = count()
         after: dict[str, list[Op]] = {}
         for gradient, producer in final.values():

@@ -3,8 +3,9 @@
     frames      weight and gradient slots, from few to many, judged by the period of a good plan in each
     solve       compiler/solver.py: the shortest step of the event graph, with a proven bound
     simulate    the ops that the plan lowers to, chunk by chunk
-    correct     streams that took longer than their durations say are given longer ones, as far as makes the steps equal; at most
-                ROUNDS rounds
+    correct     what took longer than its durations say is given longer ones: each transfer, collective and host task of the plan
+                by its own factor, for what runs beside it differs along the step; others by that of their stream; as far as
+                makes the two steps equal. At most ROUNDS rounds
     polish      the structured plan, its number of resident groups as simulated; kept unless another is faster by TOLERANCE
 
 The result is never slower than the rule's plan, in simulation: of the two the better one is kept. A step that the rule already
@@ -107,9 +108,13 @@ class Problem:
         selected = zip(choices.families, choices.encode(decisions), strict=True)
         return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
 
-    def graph(self, choices: Choices, scale: Mapping[Stream, float] | None = None) -> EventGraph:
-        """The event graph of `choices`. `scale`: factors of durations, by stream; unscaled graphs share the model's answers."""
-        costs = replace(self._unscaled, scale=dict(scale)) if scale else self._unscaled
+    def graph(self, choices: Choices, scale: Mapping[str, float] | None = None, *, shared: bool = True) -> EventGraph:
+        """The event graph of `choices`. `scale`: factors of durations, as of OptionCosts; unscaled graphs share the model's
+        answers. `shared`: ops share what the machine has.
+        """
+        costs = self._unscaled
+        if scale or not shared:
+            costs = replace(costs, scale=dict(scale or {}), contention=costs.contention if shared else None)
         return build_event_graph(self.layers, choices, costs)
 
     def rows(self, choices: Choices) -> tuple[MemoryRow, ...]:
@@ -130,7 +135,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     choices = choose_frame(problem, rule, hint)
     rule_us = problem.simulate(rule).step_us
     best, best_us, first = rule, rule_us, None
-    scale: dict[Stream, float] = {}
+    scale: dict[str, float] = {}
     num_rounds, left = 0, LIMIT
     for num_rounds in range(1, ROUNDS + 1):
         solution = solve(problem.graph(choices, scale), problem.rows(choices), hint=hint if num_rounds == 1 else best,
@@ -157,7 +162,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     return AutoPlan(best, record, time.perf_counter() - began)
 
 
-def polished(problem: Problem, choices: Choices, scale: Mapping[Stream, float]) -> tuple[Decisions, int] | None:
+def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
     """The structured plan under corrected durations, and its simulated step; None if none fits."""
     search = StructuredSearch(problem.graph(choices, scale), problem.rows(choices))
     shape = search.run()
@@ -197,20 +202,22 @@ def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> C
     return best
 
 
-def correct(scale: dict[Stream, float], problem: Problem, choices: Choices, solution: Solution, timeline: Timeline) -> bool:
-    """Brings the streams' durations towards what was simulated. False if they are there already: the rest is the model's own.
+def correct(scale: dict[str, float], problem: Problem, choices: Choices, solution: Solution, timeline: Timeline) -> bool:
+    """Brings durations towards what was simulated. False if they are there already: the rest is the model's own.
 
-    As far as makes the event graph's step that of the simulation: a stream is also longer where it shares what the step is bound
-    by, and that is in the graph already.
+    As far as makes the event graph's step that of the simulation: what shares with others what the step is bound by takes longer,
+    too, and that bound is in the graph already. Compute is slowed by updates in HBM alone, whose time is the graph's as well.
     """
     solved = problem.graph(choices, scale).busy_us(solution.selection)
-    factors = {stream: us / solved[stream] for stream, us in timeline.busy_us.items()
-               if solved.get(stream) and abs(us / solved[stream] - 1) > GAP}  # fmt: skip
-    if not factors:
+    wanted = {str(stream): scale.get(stream, 1.0) * us / solved[stream] for stream, us in timeline.busy_us.items()
+              if stream is not Stream.GPU and solved.get(stream)}  # fmt: skip
+    for stream, factors in timeline.stretched.items():
+        wanted |= factors if stream not in (Stream.GPU, Stream.UPDATE) else {}
+    if all(abs(factor / scale.get(name, 1.0) - 1) <= GAP for name, factor in wanted.items()):
         return False
 
-    def scaled(part: float) -> dict[Stream, float]:
-        return {**scale, **{stream: scale.get(stream, 1.0) * factor**part for stream, factor in factors.items()}}
+    def scaled(part: float) -> dict[str, float]:
+        return {**scale, **{name: scale.get(name, 1.0) ** (1 - part) * factor**part for name, factor in wanted.items()}}
 
     def step_us(part: float) -> float:
         return float(max_cycle_ratio(problem.graph(choices, scaled(part)), solution.selection).ratio)
@@ -222,3 +229,13 @@ def correct(scale: dict[Stream, float], problem: Problem, choices: Choices, solu
             low, high = (low, middle) if step_us(middle) > timeline.step_us else (middle, high)
     scale.update(scaled(high))
     return True
+
+
+def left_open(problem: Problem, decisions: Decisions) -> float:
+    """How far the event graph of a plan is from its simulation, as a share of the simulated step, once the time that sharing adds
+    in the simulation has been added to every duration.
+    """
+    timeline, fixed = problem.simulate(decisions), problem.fixed(decisions)
+    stretched = {name: factor for factors in timeline.stretched.values() for name, factor in factors.items()}
+    graph = problem.graph(fixed, stretched, shared=False)
+    return float(max_cycle_ratio(graph, fixed.default).ratio) / max(timeline.step_us, 1) - 1

@@ -23,6 +23,7 @@ from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile import PlanFile
 from slidedp.compiler.policy import apply_policy, match_groups
 from slidedp.compiler.residency import speculating_groups
+from slidedp.compiler.timeline import covered_us
 from slidedp.compiler.units import format_bytes
 from slidedp.report import bound_by, validation_lines, wrapped
 from slidedp.what_if import Outcome, WhatIf, what_if
@@ -203,7 +204,7 @@ def explain(
         bottleneck=str(line.bottleneck), bound_by=longest(chain), chain=chain, busy_us=line.busy_us,
         waits_us=line.exposed_by, question=decision, alternatives=found, notes=notes, cycle_steps=line.cycle_steps,
         norm_us=norm_us, speculating=len(again), candidate_bytes=planned.memory.host["candidates"],
-        redone_us=sum(span.end_us - span.start_us for span in line.spans if span.op in redone),
+        redone_us=covered_us([span for span in line.spans if span.op in redone]),
         validation=tuple(validation_lines(plan)))
 
 

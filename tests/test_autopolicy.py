@@ -183,7 +183,7 @@ def test_correction_scales_the_streams_that_took_longer() -> None:
     choices = problem.choices(rule)
     solution = autopolicy.solve(problem.graph(choices), problem.rows(choices))
     busy = problem.graph(choices).busy_us(solution.selection)
-    scale: dict[Stream, float] = {}
+    scale: dict[str, float] = {}
     same = Timeline(0, (), busy, ())
     assert not correct(scale, problem, choices, solution, same)
     slower = Timeline(10**9, (), busy | {Stream.CPU: 2 * busy[Stream.CPU]}, ())

@@ -332,7 +332,12 @@ def test_state_in_hbm_leaves_nothing_on_the_host() -> None:
     assert base[Stream.H2D] - busy[Stream.H2D] == sum(costs.h2d(group, use, weights).total_us for use in ("fwd", "bwd"))
     assert base[Stream.D2H] - busy[Stream.D2H] == costs.d2h(group, gradients).total_us
     assert base[Stream.CPU] - busy[Stream.CPU] == costs.update(group, gradients, "shadow").total_us
-    assert busy[Stream.GPU] - base[Stream.GPU] == costs.gpu_update(group).total_us > 0
+    num_chunks = choices.defaults.of("L00").return_chunks
+    assert busy[Stream.UPDATE] == costs.gpu_update(group, num_chunks, Stream.UPDATE).total_us > 0
+    assert busy[Stream.GPU] == base[Stream.GPU]
+    sharing = build_event_graph(layers, choices, costs)
+    busy, base = sharing.busy_us(selection), sharing.busy_us(choices.default)
+    assert busy[Stream.GPU] - base[Stream.GPU] == costs.gpu_update(group, num_chunks, Stream.GPU).total_us
     hbm = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)[0]
     workspace = 4 * numel // 4  # an FP32 copy of a chunk of the gradient
     assert hbm.needed(selection) - hbm.needed(choices.default) == (12 + 2) * numel + workspace

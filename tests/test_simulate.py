@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 
 import pytest
 from stacks import qwen3_4b
 
+from slidedp.compiler.contention import Contention
 from slidedp.compiler.costs import AnalyticCostModel, resolve
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Stream
@@ -108,15 +110,35 @@ def test_reuse_edge_delays_the_refill() -> None:
 
 
 def test_updates_run_earliest_deadline_first() -> None:
-    """Gradients arrive last layer first; the update of L00 overtakes those that wait."""
+    """Gradients arrive last layer first; each update makes way for the next to come, and goes on behind it."""
     ops = [("bwd2", "gpu", 1), ("bwd1", "gpu", 1), ("bwd0", "gpu", 1), ("u2", "cpu", 10), ("u1", "cpu", 10), ("u0", "cpu", 10)]
     edges = [("bwd2", "u2", 0), ("bwd1", "u1", 0), ("bwd0", "u0", 0), ("u0", "bwd2", 1), ("u1", "bwd2", 1), ("u2", "bwd2", 1)]
     line = simulate(graph(ops, edges, {"u2": 2, "u1": 1, "u0": 0}), us)
-    starts = {s.op: s.start_us for s in line.spans}
-    assert starts["u2"] < starts["u0"] < starts["u1"]
+    spans = {s.op: (s.start_us, s.end_us) for s in line.spans if s.stream is Stream.CPU}
+    assert spans == {"u2": (1, 31), "u1": (2, 22), "u0": (3, 13)}
+    assert (line.busy_us[Stream.CPU], line.step_us) == (30, 31)
+    assert line.critical == ("bwd2", "u2", "u0", "u1")  # whenever the others came, u2 would end no earlier
+    assert [(leg.kind, leg.us) for leg in line.cycle] == [(OpKind.FORWARD, 1), (OpKind.CPU_UPDATE, 30)]
     arrival = simulate(graph(ops, edges), us)
     starts = {s.op: s.start_us for s in arrival.spans}
     assert starts["u2"] < starts["u1"] < starts["u0"]
+
+
+def test_what_is_left_of_an_update_that_makes_way() -> None:
+    """It goes on where it was, with contention as without: a copy beside both slows them down as long as it runs."""
+    ops = [("bwd1", "gpu", 1), ("bwd0", "gpu", 4), ("in", "h2d", 10), ("u1", "cpu", 10), ("u0", "cpu", 10)]
+    edges = [("bwd1", "u1", 0), ("bwd1", "in", 0), ("bwd0", "u0", 0), ("u0", "bwd1", 1), ("u1", "bwd1", 1), ("in", "bwd1", 1)]
+    g = graph(ops, edges, {"u1": 1, "u0": 0})
+    free = simulate(g, us)
+    assert {s.op: (s.start_us, s.end_us) for s in free.spans if s.stream is Stream.CPU} == {"u1": (1, 21), "u0": (5, 15)}
+    fast = replace(load_profile("h200x1"), host_dram_gbps=1e-3, h2d_gbps=1.0, h2d_all_gbps=1.0, duplex_gbps=1.0)
+    contention = Contention(fast, 1, {"in": 10, "u1": 10, "u0": 10})  # each draws all that there is, at 1 MB/s
+    shared = simulate(g, us, contention=contention)
+    spans = {s.op: (s.start_us, s.end_us) for s in shared.spans}
+    assert shared.step_us == pytest.approx(31, abs=1)  # one resource and 30 us of work for it
+    assert spans["u1"][0] < spans["u0"][0] < spans["u0"][1] < spans["u1"][1] == shared.step_us
+    assert shared.busy_us[Stream.CPU] == 30
+    assert sum(shared.contended_us.values()) == pytest.approx(30 - 20 + shared.busy_us[Stream.H2D] - 10, abs=1)
 
 
 def test_an_earlier_step_goes_first() -> None:
@@ -184,22 +206,24 @@ def test_a_real_plan(batch: int) -> None:
     assert "bound by" in str(line)
 
 
-BEFORE_CONTENTION = "b3e4cce5bb5d0afb"
-"""Of what the simulator gave before it knew contention, on the graphs of the test below."""
+BEFORE_CONTENTION = {"host": "237a77ed011ccb34", "cpu": "137a14dd79996970"}
+"""Of what the simulator gave on the graphs of the test below before it knew contention; of those with a priority stream, when
+updates had begun to make way for others."""
 
 
-def test_without_contention_results_are_as_ever() -> None:
-    """Spans, busy times, periods and chains of random graphs with a priority stream."""
+@pytest.mark.parametrize("stream", ["host", "cpu"])
+def test_without_contention_results_are_as_ever(stream: str) -> None:
+    """Spans, busy times, periods and chains of random graphs, with and without a priority stream."""
     digest = hashlib.sha256()
     for seed in range(40):
         rng = random.Random(seed)
-        names = [rng.choice(["gpu", "h2d", "d2h", "comm", "cpu", "cpu", "cast"]) for _ in range(rng.randrange(2, 30))]
+        names = [rng.choice(["gpu", "h2d", "d2h", "comm", stream, stream, "cast"]) for _ in range(rng.randrange(2, 30))]
         n = range(len(names))
         edges = [(f"o{i}", f"o{j}", 0) for i in n for j in n[i + 1 :] if rng.random() < 0.1]
         edges += [(f"o{i}", f"o{j}", rng.choice([1, 2])) for i in n for j in n if rng.random() < 0.04]
         ops = [(f"o{i}", name, rng.randrange(20)) for i, name in enumerate(names)]
         digest.update(account(simulate(graph(ops, edges, {f"o{i}": rng.randrange(5) for i in n}), us, 6 + seed % 3)))
-    assert digest.hexdigest()[:16] == BEFORE_CONTENTION
+    assert digest.hexdigest()[:16] == BEFORE_CONTENTION[stream]
 
 
 def account(line: Timeline) -> bytes:

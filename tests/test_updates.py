@@ -15,6 +15,7 @@ from slidedp.compiler.decisions import Decisions, GroupDecision, Source
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.optimizer import AdamW
+from slidedp.compiler.timeline import measured_timeline
 from slidedp.executor.adam import CpuAdam, NonFiniteGradient
 from slidedp.executor.host_state import HostState
 from slidedp.executor.native.build import DONE, SKIPPED, Ranks, StepConstants
@@ -117,6 +118,23 @@ def test_earliest_deadline_first_whatever_arrives_first(rig):
     assert [int(name) for name, _, _ in order] == want
     assert all(start <= end for _, start, end in order)
     assert all(before[2] <= after[1] for before, after in itertools.pairwise(order))
+
+
+def test_an_update_makes_way_for_one_of_an_earlier_deadline(rig):
+    """Between two blocks, not behind the last: what opens the urgent one's gate is what the other's first block writes."""
+    r, spans = rig(threads=1, numel=1_000_000), {}
+    r.streams.trace = lambda name, stream, start, end: spans.update({name: (start, end)})
+    r.word = r.state.exp_avg["L00"].numpy()[r.bound[0].lo :].view(np.int64)  # two positive floats are a positive number
+    least = r.submit(2, deadline=9, gate=1)
+    urgent, equal = r.submit(1, deadline=0, gate=1), r.submit(3, deadline=5, gate=1)
+    begun = r.submit(0, deadline=5)  # alone may begin
+    for t in (least, urgent, equal, begun):
+        assert t.wait_done(WAIT_S)
+    assert [i for i, _ in r.results] == [1, 0, 3, 2]
+    assert spans["update.0"][0] < spans["update.1"][0] < spans["update.1"][1] < spans["update.0"][1] <= spans["update.3"][0]
+    busy = measured_timeline([(name, Stream.CPU, *span) for name, span in spans.items()], 1).busy_us[Stream.CPU]
+    assert busy == pytest.approx(1e6 * sum(spans[f"update.{i}"][1] - spans[f"update.{i}"][0] for i in (0, 2, 3)), abs=5)
+    assert r.moved()[:4] == [True] * 4
 
 
 @pytest.mark.parametrize("threads", [1, 3])

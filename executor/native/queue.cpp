@@ -3,7 +3,9 @@
 // The threads take blocks, not updates: who finds no block left of the update in progress begins the next one. So no thread
 // waits for another between two updates, and one that is preempted holds up one block. An update may begin once all that it
 // waits for has arrived, the words that other ranks release have reached its gates, and all ranks' losses of its step are
-// known; of those that may, the one of earliest (deadline, id) does. An update that has begun is worked on to its end.
+// known; of those that may, the one of earliest (deadline, id) does. An update that has begun makes way, from the next block
+// on, for any of an earlier deadline that may begin: what the next step needs first is never behind a whole chunk of what it
+// needs last. Which elements are updated together changes no bit. All that has begun is worked on to its end.
 //
 // Python adds updates and says what has arrived; one Python thread collects what is complete, blocked in here without the
 // GIL. No thread in here ever takes the GIL and the mutex is held for microseconds, so the short calls are made with the GIL
@@ -16,6 +18,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -54,7 +57,7 @@ struct Gate {  // mirrors GATE: open once every rank's word has reached `at_leas
 };
 struct Completion {  // mirrors COMPLETION
     int64_t id, result;
-    double start_s, end_s;  // monotonic clock; spans do not overlap
+    double start_s, end_s;  // monotonic clock; of two spans one ends before the other starts, or is inside it
 };
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -164,8 +167,8 @@ private:
         std::unique_lock<std::mutex> lock(mutex_);
         while (Task* task = next(lock)) {
             int64_t block = task->num_taken++;
-            bool more = task->num_taken < task->blocks.count();
-            if (!more) current_ = nullptr;
+            if (task->num_taken == task->blocks.count()) begun_.pop_back();
+            bool more = !begun_.empty();
             int64_t wake = sleeping_ > 0 && (more || !ready_.empty()) ? 2 : 0;  // and each of the two wakes two
             lock.unlock();
             for (; wake > 0; wake--) work_.notify_one();
@@ -183,7 +186,7 @@ private:
     Task* next(std::unique_lock<std::mutex>& lock) {
         Microseconds pause = kFirstPause;
         for (;;) {
-            if (current_ || (current_ = begin())) return current_;
+            if (Task* task = most_urgent()) return task;
             if (stopping_ && tasks_.empty()) return nullptr;
             sleeping_++;
             if (ready_.empty() || polling_) {
@@ -198,12 +201,22 @@ private:
         }
     }
 
-    // The first update that may, with work to do; null if there is none.
-    Task* begin() {
-        for (auto it = first_free(); it != ready_.end(); it = first_free()) {
+    // Of the updates that have begun and still have blocks, and those that may begin, the one of the earliest deadline; null if
+    // there is none. Of equal ones the one that has begun.
+    Task* most_urgent() {
+        Task* begun = begun_.empty() ? nullptr : begun_.back();
+        bool overtaken = !begun || (!ready_.empty() && ready_.begin()->second->deadline < begun->deadline);
+        if (Task* task = overtaken ? begin(begun ? begun->deadline : std::numeric_limits<int64_t>::max()) : nullptr)
+            begun_.push_back(task);
+        return begun_.empty() ? nullptr : begun_.back();
+    }
+
+    // The first update due before `before` that may, with work to do; null if there is none.
+    Task* begin(int64_t before) {
+        for (auto it = first_free(); it != ready_.end() && it->second->deadline < before; it = first_free()) {
             Task* task = it->second;
             ready_.erase(it);
-            num_running_++;
+            running_.push_back(task);
             task->start_s = now_s();
             if (!task->loss_is_finite(ranks_.num_ranks, ranks_.loss_stride) || !std::isfinite(task->scale())) {
                 task->bad = kSkipped;
@@ -231,12 +244,14 @@ private:
 
     void finish(Task* task) {
         double end = now_s();
-        Completion completion{task->id, task->bad, std::max(task->start_s, last_end_s_), end};
-        last_end_s_ = end;
+        Completion completion{task->id, task->bad, task->start_s, end};
+        running_.erase(std::find(running_.begin(), running_.end(), task));
+        for (Task* other : running_)  // begun when this one had no block left to take
+            if (other->start_s > task->start_s) other->start_s = end;
         // A failure is told last, so that who hears of it knows of all that has been updated.
         (task->bad >= 0 ? failed_ : completed_).push_back(completion);
         tasks_.erase(task->id);
-        if (--num_running_ == 0) {
+        if (running_.empty()) {
             completed_.insert(completed_.end(), failed_.begin(), failed_.end());
             failed_.clear();
         }
@@ -263,11 +278,11 @@ private:
     std::condition_variable work_, done_;
     std::unordered_map<int64_t, std::unique_ptr<Task>> tasks_;  // neither complete nor dropped
     std::map<std::pair<int64_t, int64_t>, Task*> ready_;        // those with nothing missing that have not begun
-    Task* current_ = nullptr;                                   // has begun and has blocks that nobody has taken
+    std::vector<Task*> running_;                                // have begun, are not complete
+    std::vector<Task*> begun_;                                  // those with blocks left to take, of ever earlier deadlines
     std::deque<Completion> completed_, failed_;
-    int64_t num_running_ = 0, sleeping_ = 0;
+    int64_t sleeping_ = 0;
     bool polling_ = false, halted_ = false, stopping_ = false;
-    double last_end_s_ = 0;
     std::vector<std::thread> workers_;  // last: they use all above
 };
 

@@ -1,0 +1,137 @@
+"""On machines and plans drawn at random: the event graph and the simulated ops say the same, and the loop between them closes.
+
+Without contention three computations agree to 0.1 %: the maximum cycle ratio of a plan's event graph, a max-plus run of it, and
+the simulation of the ops that the plan lowers to, chunk by chunk. With contention the simulation is the judge, and the loop of
+AutoPolicy (solve, lower, simulate, correct) ends within 2 % of it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from stacks import stack
+from test_eventgraph import PLAIN, costs_of, tied
+
+from slidedp.autopolicy import Problem, auto_plan, left_open
+from slidedp.compiler.budgets import room_to_fill
+from slidedp.compiler.choices import Choices, find_choices
+from slidedp.compiler.costs import AnalyticCostModel, resolve
+from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.eventbuild import build_event_graph
+from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.layergraph import LayerGraph
+from slidedp.compiler.maxplus import max_cycle_ratio, simulate_events
+from slidedp.compiler.predict import cost_model_of, predict, price
+from slidedp.compiler.simulate import Timeline, simulate
+from slidedp.compiler.solver import solve
+from slidedp.hardware import load_profile
+from slidedp.passes.pipeline import lower
+
+pytestmark = pytest.mark.null
+
+POLICIES: list[dict[str, Any]] = [
+    {}, {}, {}, PLAIN, PLAIN, PLAIN | {"chunks": 1}, PLAIN | {"chunks": 8}, PLAIN | {"window": 2, "grad_slots": 1},
+    {"act": "retain"}, {"act": "offload"}, {"act": "offload", "state": "host", "weights": "stream"}, {"state": "hbm"},
+    {"weights": "hold"},
+]  # fmt: skip
+"""What is pinned; everything else is drawn, for each layer."""
+UPDATES = ("in_backward", "in_backward", "deferred", "speculative")
+
+
+def any_machine(rng: random.Random, name: str, factor: float = 3.0) -> HardwareProfile:
+    """The shipped one with its rates changed by up to `factor`: the update, host memory and casts, the links, the GPU."""
+    hw = load_profile(name)
+    update, memory, link, gpu = (factor ** rng.uniform(-1, 1) for _ in range(4))
+    rates = {"cpu_adam_gparams": update, "host_dram_gbps": memory, "cast_gbps": memory, "cast_total_gbps": memory,
+             "gpu_bf16_tflops": gpu, "hbm_gbps": gpu,
+             **dict.fromkeys(("h2d_gbps", "d2h_gbps", "h2d_all_gbps", "d2h_all_gbps", "duplex_gbps"), link)}  # fmt: skip
+    return replace(hw, **{key: getattr(hw, key) * by for key, by in rates.items()})
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model, a machine, and a plan for them. `several`: more than one rank."""
+
+    layers: LayerGraph
+    hw: HardwareProfile
+    choices: Choices
+
+    @property
+    def plan(self) -> Decisions:
+        return self.choices.defaults
+
+
+def drawn(seed: int, world_size: int, *, alike: bool = True) -> Drawn:
+    """The rule's plan, or one with every open choice drawn. `alike`: one source and one route for all layers."""
+    rng = random.Random(seed)
+    layers = stack(rng.choice([2, 3, 4, 6, 8]), 60_000_000, 90_000_000, world_size=world_size, width=2048,
+                   tokens=rng.choice([1024, 4096, 16384, 65536]))  # fmt: skip
+    layers = tied(layers) if rng.random() < 0.2 else layers
+    hw = any_machine(rng, "h200x1" if world_size == 1 else rng.choice(["h200x4", "a800x4-pcie"]))
+    policy = {**rng.choice(POLICIES), "update": rng.choice(UPDATES)}
+    if alike:
+        policy |= {"source": rng.choice(["cast", "shadow"]), "reduction": rng.choice(["gpu", "cpu"]),
+                   "delivery": rng.choice(["replicated", "sharded"])}  # fmt: skip
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy)
+    selection = [rng.randrange(len(f.options)) if seed % 3 else 0 for f in choices.families]
+    decisions = choices.decode(choices.encode(choices.decode(selection)))
+    kept = zip(choices.families, choices.encode(decisions), strict=True)
+    return Drawn(layers, hw, Choices(tuple(replace(f, options=(f.options[o],)) for f, o in kept), (), decisions))
+
+
+def error_without_contention(case: Drawn) -> float:
+    """Of the event graph's period, as a share of the simulated one."""
+    graph = build_event_graph(case.layers, case.choices, costs_of(case.layers, case.hw))
+    ops = lower(case.layers, case.plan, verified=False)
+    costs = resolve(ops.ops, case.hw, AnalyticCostModel(case.layers.world_size, case.layers.compute_dtype))
+    line = simulate(ops, costs.duration_us)
+    assert line.steady
+    period = float(max_cycle_ratio(graph, case.choices.default).ratio)
+    assert simulate_events(graph, case.choices.default, 40) == pytest.approx(period, rel=1e-3)
+    return period / line.step_us - 1
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_one_rank_without_contention(first: int) -> None:
+    errors = {seed: error_without_contention(drawn(seed, 1)) for seed in range(first, first + 40)}
+    assert {seed: error for seed, error in errors.items() if abs(error) > 1e-3} == {}
+
+
+@pytest.mark.parametrize("first", range(0, 120, 40))
+def test_four_ranks_without_contention(first: int) -> None:
+    errors = {seed: error_without_contention(drawn(seed, 4)) for seed in range(first, first + 40)}
+    assert {seed: error for seed, error in errors.items() if abs(error) > 1e-3} == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cp_sat_says_the_same(seed: int) -> None:
+    """Of a plan with nothing to choose: its objective, in its own units."""
+    case = drawn(seed, 1)
+    graph = build_event_graph(case.layers, case.choices, costs_of(case.layers, case.hw, shared=True))
+    solution = solve(graph, ())
+    assert solution.objective_us == pytest.approx(float(max_cycle_ratio(graph, case.choices.default).ratio), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_contention_the_loop_closes(seed: int) -> None:
+    rng = random.Random(seed)
+    world_size = (1, 1, 4)[seed % 3]
+    layers = stack(rng.choice([3, 4, 6, 8]), 60_000_000, 90_000_000, world_size=world_size, width=2048,
+                   tokens=rng.choice([4096, 16384, 32768, 65536]))  # fmt: skip
+    hw = any_machine(rng, "h200x1" if world_size == 1 else rng.choice(["h200x4", "a800x4-pcie"]), 2.0)
+    policy = rng.choice([{}, {"state": "host"}, {"state": "host", "act": "recompute"}, {"update": "deferred"},
+                         {"source": "cast"}])  # fmt: skip
+    model = cost_model_of(layers)
+
+    def simulated(decisions: Decisions) -> Timeline:
+        graph = lower(layers, decisions, verified=False)
+        return predict(graph, price(graph, model, hw), hw)
+
+    problem = Problem(layers, hw, model, simulated, room_to_fill(hw, None), hw.host_bytes, policy)
+    rule = default_decisions(layers, hw, policy=policy)
+    for decisions in (auto_plan(problem, rule).decisions, rule):
+        assert left_open(problem, decisions) == pytest.approx(0, abs=0.02)
