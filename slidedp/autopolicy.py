@@ -213,7 +213,8 @@ def correct(scale: dict[str, float], problem: Problem, choices: Choices, solutio
               if stream is not Stream.GPU and solved.get(stream)}  # fmt: skip
     for stream, factors in timeline.stretched.items():
         wanted |= factors if stream not in (Stream.GPU, Stream.UPDATE) else {}
-    if all(abs(factor / scale.get(name, 1.0) - 1) <= GAP for name, factor in wanted.items()):
+    wanted = {name: factor for name, factor in wanted.items() if abs(factor / scale.get(name, 1.0) - 1) > GAP}
+    if not wanted:
         return False
 
     def scaled(part: float) -> dict[str, float]:

@@ -335,7 +335,7 @@ def test_state_in_hbm_leaves_nothing_on_the_host() -> None:
     num_chunks = choices.defaults.of("L00").return_chunks
     assert busy[Stream.UPDATE] == costs.gpu_update(group, num_chunks, Stream.UPDATE).total_us > 0
     assert busy[Stream.GPU] == base[Stream.GPU]
-    sharing = build_event_graph(layers, choices, costs)
+    sharing = build_event_graph(layers, choices, costs_of(layers, hw, shared=True))
     busy, base = sharing.busy_us(selection), sharing.busy_us(choices.default)
     assert busy[Stream.GPU] - base[Stream.GPU] == costs.gpu_update(group, num_chunks, Stream.GPU).total_us
     hbm = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)[0]
