@@ -227,6 +227,8 @@ def test_an_abort_in_the_middle_ends_every_wait(rig, seed):
     time.sleep(rng.random() * 6e-3)
     r.streams.abort(TimeoutError("a peer is gone"))
     done = [ends_well(t) for t in tickets]
+    assert [t.error for t in tickets] == [None if d else r.streams.error for d in done]
+    assert isinstance(r.streams.error, TimeoutError)
     for t in never:
         t._mark_done()
     r.streams.close()
@@ -239,13 +241,11 @@ def test_an_abort_in_the_middle_ends_every_wait(rig, seed):
 
 
 def ends_well(ticket: Ticket) -> bool:
-    """False if it was cancelled for the peer that is gone."""
+    """False if it was cancelled."""
     try:
-        assert ticket.wait_done(WAIT_S)
-    except Aborted as e:
-        assert "peer" in str(e)
+        return ticket.wait_done(WAIT_S)
+    except Aborted:
         return False
-    return True
 
 
 def test_close_runs_what_is_queued(rig):
