@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import family_cases
+import memory_cases
 import pytest
 import rank_cases
 from tiny_models import FAMILIES
@@ -85,7 +86,7 @@ def test_host_state_is_there_once(run_ranks):
     One private copy of the weights on any one rank would fail, kept or made in passing.
     """
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}  # freed memory goes back: what is left is held
-    results = [r.value for r in run_ranks(rank_cases.memory, 3, 256, 20, timeout=120, env=env)]
+    results = [r.value for r in run_ranks(memory_cases.memory, 3, 256, 20, timeout=120, env=env)]
     weights, state = results[0]["parameters"], results[0]["state"]
     assert weights > 60 << 20
     assert results[0]["master"] + results[0]["moments"] >= 3 * weights
