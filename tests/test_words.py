@@ -247,6 +247,22 @@ def test_a_dead_peer_is_reported_and_a_stuck_process_ended(make_ranks, capfd):
     dog.stop()
 
 
+def test_who_ended_because_another_had_died_is_not_blamed(make_ranks):
+    """Rank 0 has seen rank 1 die, said so and ended before rank 2 looks."""
+    first, second, third = make_ranks(3)
+    for words in (first, second):
+        process = subprocess.Popen(["sleep", "60"])
+        words.alive[words.rank, :2] = process.pid, process_start_time(process.pid)
+        process.kill()
+        process.wait()
+    first.abort(1, AbortReason.DIED, "rank 1 (pid 7) died")
+    dog = Watchdog(third, interval_s=0.01, grace_s=60, exit_process=lambda code: None)
+    assert dog.verdict(WAIT_S).rank == 1
+    with pytest.raises(PeerError, match=r"rank 1 \(pid 7\) died"):
+        dog.check()
+    dog.stop()
+
+
 def test_a_rank_that_has_noticed_is_left_alone(make_ranks):
     words, peer = two_with_a_dead_peer(make_ranks)
     ended = threading.Event()
