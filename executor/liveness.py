@@ -22,10 +22,11 @@ from slidedp.executor.words import LEFT, AbortReason, PeerError, Words
 class Watchdog:
     """Watches the other ranks from a daemon thread, every `interval_s`.
 
-    A dead or hung peer or an abort record makes `check` raise PeerError. If the peer is dead and the thread that made the
-    watchdog has not noticed `grace_s` later (it is stuck inside a library), or has ended while its process has not (at
-    exit, Python joins threads that may be stuck), the error goes to stderr and the process exits with status 1. So it does if
-    a rank hangs, but not while this rank is in its caller's code: that may be worth something, and will notice when it calls.
+    A dead or hung peer or an abort record makes `check` raise PeerError. A rank that has ended because it lost another is not
+    blamed: it has posted which one. If the peer is dead and the thread that made the watchdog has not noticed `grace_s` later
+    (it is stuck inside a library), or has ended while its process has not (at exit, Python joins threads that may be stuck), the
+    error goes to stderr and the process exits with status 1. So it does if a rank hangs, but not while this rank is in its
+    caller's code: that may be worth something, and will notice when it calls.
 
     `hangs`, `pulse`: to look for ranks that hang, and to tell the others that this one does not.
     `local_error`: what has failed on this rank, if anything; it is posted for the others. `on_failure`: called once, from the
@@ -98,14 +99,17 @@ class Watchdog:
             elapsed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
             if self._pulse is not None:
                 self._pulse.beat(place_of(self._owner))
-            if (dead := self._dead_peer()) is not None:
-                rank, pid = dead
-                text = f"rank {rank} (pid {pid}) died; see its own output for the cause"
+            # In this order: a rank that has ended because it lost another had posted by then which one.
+            dead, record = self._dead_peer(), self._words.aborted()
+            if dead is not None:
+                lost = record if record is not None and record.reason is not AbortReason.ERROR else None
+                rank, reason, text = (lost.rank, lost.reason, lost.text) if lost else (dead[0], AbortReason.DIED, (
+                    f"rank {dead[0]} (pid {dead[1]}) died; see its own output for the cause"))
+                self._words.abort(rank, reason, text)  # first: this rank may end once it has been told
                 self._report(PeerError(rank, text), lost=True)
-                self._words.abort(rank, AbortReason.DIED, text)
-                self._end_if_stuck(text)
+                self._end_if_stuck(text, in_calls_only=reason is AbortReason.HUNG)
                 return
-            if (record := self._words.aborted()) is not None:
+            if record is not None:
                 self._report(record.error(), lost=record.reason is not AbortReason.ERROR)
                 if record.reason is AbortReason.HUNG:
                     self._end_if_stuck(record.text, in_calls_only=True)

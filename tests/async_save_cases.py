@@ -55,12 +55,12 @@ class HeldFiles(FileLayer):
         self.go_on = threading.Event()
 
     def write_at(self, fd, data, offset):
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(90)
         super().write_at(fd, data, offset)
 
     def release(self, handle):
         """Once an update is held up."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while handle.stall_s == 0:
             assert time.monotonic() < deadline, "no update waits for the save"
             time.sleep(1e-3)

@@ -14,6 +14,7 @@ os.environ["SLIDEDP_CACHE"] = ""  # no test sees another's plans, and nothing is
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls for the tests that ask for them
 
 import difflib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def _few_threads() -> None:
     """Two threads at most, one beside another worker: more would only fight over the cores that CI has."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(min(2, os.cpu_count() or 1) // workers, 1))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _imports_frozen() -> None:
+    """What all test modules have imported stays: tests that collect garbage need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@
     ForkedRank   one of them, with the methods of a `subprocess.Popen` that tests use
     serve        in that process: answers; returns in a rank
 
-The server never runs torch, so that no thread and no CUDA context is there at a fork. Requests and answers are one line of
-JSON each; a rank's end is for the server to see, since it is the parent.
+The server never runs torch, so that no thread and no CUDA context is there at a fork. What it has imported is frozen
+(`gc.freeze`): collections, and above all the one with which Python ends, would look at all of it in every rank, and copy its
+pages, which takes longer than most ranks do anything else. Requests and answers are one line of JSON each; a rank's end is for
+the server to see, since it is the parent.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,7 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch.distributed", "safetensors.torch", "tiny_models", "slidedp")  # tiny_models: the Hugging Face models
+PRELOADED = ("torch.distributed", "torch.utils.cpp_extension", "safetensors.torch", "tiny_models", "slidedp", "pytest")
+"""`tiny_models`: the Hugging Face models. `torch.utils.cpp_extension`: what the update's kernel is looked for with."""
 
 
 class RankServer:
@@ -74,6 +78,8 @@ def serve() -> list[str]:
     """Answers requests until there are no more. In a rank: returns what it is to do, as its ``sys.argv[1:]``."""
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     requests, answers = os.fdopen(os.dup(0)), os.dup(1)
     for line in requests:
         what, *rest = json.loads(line)

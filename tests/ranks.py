@@ -49,11 +49,18 @@ class RunRanks(Protocol):
 
 
 class Ranks:
-    """Live rank processes, each in a session of its own so that its children die with it."""
+    """Live rank processes, each in a session of its own so that its children die with it.
 
-    def __init__(self, processes: list[subprocess.Popen[bytes] | ForkedRank], log_dir: Path) -> None:
+    `port`: where they meet; kept from everybody else until they are killed.
+    """
+
+    def __init__(
+        self, processes: list[subprocess.Popen[bytes] | ForkedRank], log_dir: Path, port: socket.socket | None = None
+    ) -> None:
         self.processes = processes
         self.log_dir = log_dir
+        self._port = port
+        self._killed = False
 
     @property
     def pids(self) -> list[int]:
@@ -68,12 +75,19 @@ class Ranks:
         return (self.log_dir / f"rank{rank}.log").read_text(errors="replace")
 
     def kill(self) -> None:
-        """Kill every rank with its children, and reap it."""
+        """Kill every rank with its children, and reap it. Idempotent: the ids are soon somebody else's."""
+        if self._killed:
+            return
+        self._killed = True
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # ended already, its children too
                 os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is None:  # a fork that has no session of its own yet
+                os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        if self._port is not None:
+            self._port.close()
 
     def wait(self, timeout: float = 60, *, check: bool = True, grace: float = 10) -> list[RankResult]:
         """Wait until all have ended, then kill what they left running.
@@ -118,19 +132,20 @@ def launch(
         command = [inspect.getfile(target), target.__qualname__, json.dumps(args)]
     else:
         command = [str(target), "", json.dumps([str(arg) for arg in args])]
+    port = _reserved_port()
     shared_env = {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # the host's own name need not resolve in a sandbox
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port.getsockname()[1]),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
     processes: list[subprocess.Popen[bytes] | ForkedRank] = []
-    ranks = Ranks(processes, log_dir)
+    ranks = Ranks(processes, log_dir, port)
     try:
         for rank in range(num_ranks):
             rank_env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLIDEDP_TEST_RESULT": str(log_dir / f"rank{rank}.json")}
@@ -159,10 +174,15 @@ def _new_process(command: list[str], env: dict[str, str], log: Path) -> subproce
                                 stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserved_port() -> socket.socket:
+    """A local port that the system gives to nobody who asks for any while the socket is open; rank 0 can listen on it all the
+    same, for both allow the address to be used again and this one does not listen. (Of a port that is only known to have been
+    free, another test's ranks, or a connection of theirs, would sometimes have got hold before rank 0.)
+    """
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    return port
 
 
 def _die_with_parent() -> None:

@@ -91,6 +91,6 @@ def test_a_plan_may_be_collected_while_another_one_sets_its_part(limits, monkeyp
     monkeypatch.setattr(torch.cuda, "mem_get_info", collecting)
     opening = threading.Thread(target=caps[1].set, args=[30], daemon=True)
     opening.start()
-    opening.join(10)
+    opening.join(60)
     assert not opening.is_alive()
     assert limits[GPUS[0]] == 30 / TOTAL

@@ -125,12 +125,14 @@ def complete_or_begun(folder):
 
 
 def test_a_save_needs_no_step_and_close_waits_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("slidedp.plan.FileLayer", SlowFiles)
+    files = HeldFiles()
+    monkeypatch.setattr("slidedp.plan.FileLayer", lambda: files)
     with compiled({}) as plan:
         plan.run(lm_batch())
         handle = plan.save(tmp_path, wait=False, save_buffer=SMALL)
         assert not handle.done
         assert not complete(tmp_path)
+        files.go_on.set()
     assert handle.done
     assert handle.stall_s == 0
     assert complete(tmp_path) == [handle.path] == [handle.wait()]

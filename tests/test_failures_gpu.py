@@ -84,9 +84,10 @@ def test_an_assertion_on_the_device(start_ranks):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
-def test_a_rank_that_fails_leaves_no_other_in_a_collective_of_nccl(run_ranks, delivery):
+def test_a_rank_that_fails_leaves_no_other_in_a_collective_of_nccl(run_ranks, tmp_path, delivery):
     """Its kernel would wait on the device for half an hour, and who closes the plan for the device."""
-    fails, other = ([r.value for r in run_ranks(failure_cases.one_fails_and_lives, 2, delivery, "cuda", timeout=150)])[::-1]
+    args = delivery, str(tmp_path / "told"), "cuda"
+    other, fails = (r.value for r in run_ranks(failure_cases.one_fails_and_lives, 2, *args, timeout=150))
     assert "this layer is broken" in fails["message"]
     assert other["kind"] == "PeerError"
     assert "this layer is broken" in other["message"]

@@ -28,6 +28,8 @@ def thawed(monkeypatch):
     yield
     assert gc.get_freeze_count() == 0
     gc.enable()
+    gc.collect()
+    gc.freeze()  # as conftest.py has it
 
 
 def test_held_until_the_last_owner_lets_go():

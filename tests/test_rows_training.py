@@ -162,7 +162,7 @@ def test_early_updates_run_before_the_backward_ends(name, monkeypatch):
 
     def held(self, stage, *args):
         if stage == "prologue" and not in_time:
-            in_time.append(all(early.acquire(timeout=20) for _ in range(3)))
+            in_time.append(all(early.acquire(timeout=60) for _ in range(3)))
         return backward(self, stage, *args)
 
     def watch(op, stream, start, end):

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cpu, needs_native]
 OPTIMIZER = AdamW(lr=3e-3)
 NUM_PARAMS, PARAM_SIZE = 12, 1000  # each at a multiple of 1024
 NUMEL = NUM_PARAMS * 1024
-WAIT_S = 20
+WAIT_S = 60  # for what must come; nothing waits for so long, however busy the machine is
 
 
 class Rig:
@@ -234,21 +234,22 @@ def test_an_op_that_fails_is_no_arrival(rig):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_an_abort_in_the_middle_ends_every_wait(rig, seed):
-    """An update is done, untouched, or (begun when the abort came) whole; never in part; and every ticket ends."""
+    """An update is done, untouched, or (begun when the abort came) whole; never in part; and every ticket ends.
+
+    One that had just been collected when the abort came may end well after it.
+    """
     r, rng = rig(threads=3, numel=150_000), random.Random(seed)
     never = [Ticket("never") for _ in range(3)]
     home = [r.streams.submit(Stream.HOST, lambda: time.sleep(rng.random() * 1e-3)) for _ in range(NUM_PARAMS)]
     tickets = [r.submit(i, [home[i], *([never[i]] if i < 3 else [])], deadline=rng.randrange(5)) for i in range(NUM_PARAMS)]
     time.sleep(rng.random() * 6e-3)
     r.streams.abort(TimeoutError("a peer is gone"))
-    for t in tickets:
-        if not t.done or t.error is not None:
-            with pytest.raises(Aborted, match="peer"):
-                t.wait_done(WAIT_S)
+    done = [ends_well(t) for t in tickets]
+    assert [t.error for t in tickets] == [None if d else r.streams.error for d in done]
+    assert isinstance(r.streams.error, TimeoutError)
     for t in never:
         t._mark_done()
     r.streams.close()
-    done = [t.error is None for t in tickets]
     moved = [int((r.state.exp_avg["L00"][b.lo : b.hi] != 0).sum()) for b in r.bound]
     assert set(moved) <= {0, 150_000}
     assert all(n for n, d in zip(moved, done, strict=True) if d)
@@ -257,9 +258,18 @@ def test_an_abort_in_the_middle_ends_every_wait(rig, seed):
         r.submit(0)
 
 
+def ends_well(ticket: Ticket) -> bool:
+    """False if it was cancelled."""
+    try:
+        return ticket.wait_done(WAIT_S)
+    except Aborted:
+        return False
+
+
 def test_close_runs_what_is_queued(rig):
-    r, others = rig(threads=2), threading.active_count()
-    gate = threading.Event()
+    others = set(threading.enumerate())
+    r = rig(threads=2)
+    own, gate = set(threading.enumerate()) - others, threading.Event()
     home = r.streams.submit(Stream.HOST, lambda: gate.wait(WAIT_S))
     tickets = [r.submit(i, [home], deadline=-i) for i in range(NUM_PARAMS)]
     gate.set()
@@ -267,7 +277,8 @@ def test_close_runs_what_is_queued(rig):
     r.streams.close()
     assert all(t.done and t.error is None for t in tickets)
     assert all(r.moved())
-    assert threading.active_count() < others
+    assert own
+    assert not any(t.is_alive() for t in own if t.name.startswith("slidedp"))
 
 
 def test_a_callback_that_raises_aborts(rig):

@@ -68,12 +68,12 @@ def config(folder: Path, output: str = "out", **changes: Any) -> Path:
 
 
 def hang_in_loader(path: str, step: int) -> int:
-    """`slidedp train`; the batch of `step` never comes to rank 1, or not for a minute."""
+    """`slidedp train`; the batch of `step` never comes to rank 1, or not for ten minutes."""
     load, calls = StatefulLoader.batches, itertools.count(1)
 
     def hanging(loader: StatefulLoader, indices: Any) -> Any:
         if next(calls) == step and loader.split.rank == 1:
-            threading.Event().wait(60)
+            threading.Event().wait(600)
         return load(loader, indices)
 
     StatefulLoader.batches = hanging  # type: ignore[method-assign]
@@ -96,3 +96,9 @@ def run_until(path: str, step: int, number: int, on_rank: int = 0) -> int:
         return main(["train", path])
     finally:
         slidedp.Plan.run = run  # type: ignore[method-assign]
+
+
+def run_until_one_dies(path: str, step: int) -> int:
+    """`slidedp train` in ranks that torchrun started: rank 1 dies in `step`. A SIGTERM after the end of it all does nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the command handles it, and from then on again
+    return run_until(path, step, int(signal.SIGKILL), 1)
