@@ -18,7 +18,8 @@ the step of that graph, and the solver looks for the decisions that make it shor
     prediction: ops -> a timeline of the step
         predict simulate timeline unroll
     solver: the step as an event graph over choices, searches, and CP-SAT
-        choices frames eventgraph eventbuild eventparts eventupdates eventcosts maxplus search structured exchange solver
+        choices frames eventgraph eventbuild eventparts eventmoves eventresident eventrings eventupdates eventcosts
+        maxplus search structured exchange solver
     bounds: how near to the best a plan is
         cyclebound relaxation detours queues proven
     plan files, and what is recorded in them
