@@ -60,12 +60,14 @@ def trace_events(
 
 
 def without_overlap(instances: Iterable[Instance]) -> tuple[Instance, ...]:
-    """Slices of one track must not overlap: where clocks say otherwise, the earlier one ends as the later one starts."""
+    """Slices of one track lie apart: where clocks say otherwise, the earlier one ends as the later one starts. Or one lies in the
+    other, as updates do for which another made way; their clock is one.
+    """
     out: list[Instance] = []
     last: dict[Stream, int] = {}
     for i in instances:
         before = last.get(i.stream)
-        if before is not None and out[before].end_us > i.start_us:
+        if before is not None and out[before].end_us > i.start_us and i.stream is not Stream.CPU:
             out[before] = replace(out[before], end_us=i.start_us)
         last[i.stream] = len(out)
         out.append(i)

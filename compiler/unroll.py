@@ -27,7 +27,9 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Instances, cut at 0 and `end_us`, in order of start. `step`: 0 is the step whose compute starts at 0."""
+    """Instances, cut at 0 and `end_us`, in order of start. `step`: 0 is the step whose compute starts at 0. An update that made
+    way for others is in pieces.
+    """
 
     instances: tuple[Instance, ...]
     end_us: int
@@ -62,6 +64,27 @@ def unroll(timeline: Timeline, num_steps: int = 1) -> tuple[Instance, ...]:
     return in_order(out)
 
 
+def in_pieces(instances: Iterable[Instance]) -> list[Instance]:
+    """Those of a stream one of which may enclose others, for which it made way: what is left of it without their time."""
+    instances = list(instances)
+    out, around = list[Instance](), list[Instance]()  # each of `around` is what is left of one, and in the one before it
+
+    def end_until(start_us: float) -> None:
+        while around and around[-1].end_us <= start_us:
+            ended = around.pop()
+            out.append(ended)
+            if around:
+                around[-1] = replace(around[-1], start_us=max(around[-1].start_us, ended.end_us))
+
+    for i in sorted(instances, key=lambda i: (i.start_us, -i.end_us)):
+        end_until(i.start_us)
+        if around:
+            out.append(replace(around[-1], end_us=i.start_us))
+        around.append(i)
+    end_until(float("inf"))
+    return [i for i in out if i.start_us < i.end_us] + [i for i in instances if i.start_us == i.end_us]
+
+
 def picture(timeline: Timeline) -> Picture:
     """What was measured, from the first start to the last end; or one predicted period, from the start of its compute.
 
@@ -70,13 +93,19 @@ def picture(timeline: Timeline) -> Picture:
     """
     measured = num_measured_steps(timeline)
     if measured:
-        return Picture(unroll(timeline), max((s.end_us for s in timeline.spans), default=0), measured)
+        return Picture(one_at_a_time(unroll(timeline)), max((s.end_us for s in timeline.spans), default=0), measured)
     period = timeline.step_us
     origin, back, ahead = phase(timeline)
     shift = origin + back * period
     moved = (replace(i, step=i.step - back, start_us=i.start_us - shift, end_us=i.end_us - shift)
              for i in unroll(timeline, back + 1 + ahead))
-    return Picture(in_order(clip(moved, 0, period)), period, 1)
+    return Picture(one_at_a_time(clip(moved, 0, period)), period, 1)
+
+
+def one_at_a_time(instances: Iterable[Instance]) -> tuple[Instance, ...]:
+    instances = list(instances)
+    updates = in_pieces(i for i in instances if i.stream is Stream.CPU)
+    return in_order([*(i for i in instances if i.stream is not Stream.CPU), *updates])
 
 
 def phase(timeline: Timeline) -> tuple[int, int, int]:

@@ -6,11 +6,10 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from stacks import stack
+from stacks import qwen3_4b, stack
 from test_gantt import plain_us, planned, twice
 
 from slidedp.compiler.defaults import default_decisions
@@ -25,7 +24,9 @@ pytestmark = pytest.mark.null
 
 
 def require_sound(events: list[Event]) -> None:
-    """What a viewer relies on: names first, time never goes back, no slices overlap, every arrow has two ends in slices."""
+    """What a viewer relies on: names first, time never goes back, slices lie apart or in one another, every arrow has two ends in
+    slices.
+    """
     named = [e["ph"] for e in events].count("M")
     assert all(e["ph"] == "M" for e in events[:named])
     timed = events[named:]
@@ -37,7 +38,12 @@ def require_sound(events: list[Event]) -> None:
         if e["ph"] == "X":
             tracks[e["tid"]].append(e)
     for slices in tracks.values():
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(slices))
+        around: list[int] = []
+        for e in slices:
+            while around and around[-1] <= e["ts"]:
+                around.pop()
+            assert all(e["ts"] + e["dur"] <= end for end in around)
+            around.append(e["ts"] + e["dur"])
     order = [e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"]
     assert order == sorted(order)
     assert set(tracks) == {e["tid"] for e in events if e["name"] == "thread_name"}
@@ -63,6 +69,16 @@ def test_predicted_and_measured_are_sound_and_alike(ranks: int) -> None:
     assert len([e for e in predicted if e["ph"] == "X"]) == 2 * len(ops.ops)
     counted = [e["args"]["bytes"] for e in predicted if e["ph"] == "C" and e["name"] == "HBM"]
     assert max(counted) == estimate_memory(layers, decisions).hbm_bytes
+
+
+def test_an_update_that_makes_way_is_around_what_it_makes_way_for() -> None:
+    layers, decisions, ops, line = planned(qwen3_4b(8))
+    spans = [s for s in line.spans if s.stream is Stream.CPU]
+    [most] = [s for s in spans if s.end_us - s.start_us == max(s.end_us - s.start_us for s in spans)]
+    assert any(most.start_us < s.start_us and s.end_us < most.end_us for s in spans)
+    events = trace_events(ops, line, layers, decisions, num_steps=1)
+    require_sound(events)
+    assert [e["dur"] for e in events if e["ph"] == "X" and e["name"] == most.op] == [most.end_us - most.start_us]
 
 
 def test_tracks_are_streams_in_order() -> None:
