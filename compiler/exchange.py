@@ -19,7 +19,7 @@ from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import choose, feasible, partners_of
 
-LOOK, TRY = 1e-5, 3e-10
+LOOK, TRY = 3e-5, 1e-9
 """Deterministic seconds of a change held against the cycles known, and, times the square of the edges, of one that is tried."""
 SLACK = 1e-3
 """Share of a step that a change may make it longer at first."""
