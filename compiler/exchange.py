@@ -175,7 +175,7 @@ def exchange(graph: EventGraph, rows: Sequence[MemoryRow], start: tuple[int, ...
              time_limit: float, seed: int = 0) -> tuple[tuple[int, ...], int, float]:  # fmt: skip
     """(selection, its period, deterministic seconds), from `start` and its `period` on, until `target` is reached.
 
-    What a search of half a second has not found, another one with other dice finds sooner than the same one going on.
+    Searches of half a second, each with other dice: for 36 layers on one H200 two of four found it in 0.4 s, two not in 2.2.
     """
     best, work = start, 0.0
     each = max(ONE_SEARCH, time_limit / MOST_SEARCHES)

@@ -9,7 +9,8 @@
     offloaded  of the layers below those, so many whose activations wait on the host: evenly spread, since a link carries one away
                in the time of several forwards
     held       layers from the last down whose weights stay between forward and backward
-    resourced  layers whose weights come from the other source than `alike` says, cast or shadow: evenly spread, since a cast
+    other_source
+               layers whose weights come from the other source than `alike` says, cast or shadow: evenly spread, since a cast
                takes the time of several layers, and spares the update a part of its own
 
 Coordinate descent: a count takes its best value on a grid, then around it; whenever the others change, as many layers retain as
@@ -38,7 +39,7 @@ GRID = 8
 """Parts that the range of a count is cut into at first."""
 FREE = 5e-4
 """Share of a step that a plainer plan may cost."""
-COUNTS = ("ends", "resident", "scattered", "held", "offloaded", "resourced")
+COUNTS = ("ends", "resident", "scattered", "held", "offloaded", "other_source")
 """Counts that are searched; `retained` follows from the room that they leave."""
 GIVEN_UP = ("held", "scattered", "resident", "ends")
 """What makes room for another count, in this order, where it has none."""
@@ -55,7 +56,7 @@ class Shape:
     retained: int = 0
     offloaded: int = 0
     held: int = 0
-    resourced: int = 0
+    other_source: int = 0
 
 
 @dataclass
@@ -101,7 +102,7 @@ class StructuredSearch:
             twin = _twin(families[i], chosen[i], "weights", "hold")
             chosen[i] = chosen[i] if twin is None else twin
         for place, i in enumerate(self.sources):
-            if spread(place, shape.resourced, len(self.sources)):
+            if spread(place, shape.other_source, len(self.sources)):
                 twin = _twin(families[i], chosen[i], "source", OTHER_SOURCE.get(families[i].options[chosen[i]].get("source")))
                 chosen[i] = chosen[i] if twin is None else twin
         for i in (*self.ends, *self.states):
@@ -120,7 +121,7 @@ class StructuredSearch:
 
     def most(self, count: str) -> int:
         """`ends` counts in binary."""
-        members = {"held": self.holds, "offloaded": self.acts, "retained": self.acts, "resourced": self.sources}
+        members = {"held": self.holds, "offloaded": self.acts, "retained": self.acts, "other_source": self.sources}
         return (1 << len(self.ends)) - 1 if count == "ends" else len(members.get(count, self.states))
 
     def fits(self, shape: Shape) -> bool:
@@ -210,7 +211,7 @@ class StructuredSearch:
         while True:
             for value in tried:
                 trial = _with(best, count, min(value, most))
-                for shape in (self.with_room(trial, count), *(self.balanced(trial) if count == "resourced" else ())):
+                for shape in (self.with_room(trial, count), *(self.balanced(trial) if count == "other_source" else ())):
                     if shape is not None and self.better(shape, best):
                         best = shape
             if step == 1:
@@ -244,7 +245,7 @@ class StructuredSearch:
             plain = replace(best, alike=(*best.alike[:kind], 0, *best.alike[kind + 1 :]))
             if good(plain):
                 best = plain
-        for count in ("resourced", "held", "offloaded", "scattered", "resident", "retained"):
+        for count in ("other_source", "held", "offloaded", "scattered", "resident", "retained"):
             best = fewest_that_holds(best, count, good)
         return best
 

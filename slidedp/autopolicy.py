@@ -108,13 +108,11 @@ class Problem:
         selected = zip(choices.families, choices.encode(decisions), strict=True)
         return Choices(tuple(replace(f, options=(f.options[chosen],)) for f, chosen in selected), (), decisions)
 
-    def graph(self, choices: Choices, scale: Mapping[str, float] | None = None, *, shared: bool = True) -> EventGraph:
+    def graph(self, choices: Choices, scale: Mapping[str, float] | None = None) -> EventGraph:
         """The event graph of `choices`. `scale`: factors of durations, as of OptionCosts; unscaled graphs share the model's
-        answers. `shared`: ops share what the machine has.
+        answers.
         """
-        costs = self._unscaled
-        if scale or not shared:
-            costs = replace(costs, scale=dict(scale or {}), contention=costs.contention if shared else None)
+        costs = replace(self._unscaled, scale=dict(scale)) if scale else self._unscaled
         return build_event_graph(self.layers, choices, costs)
 
     def rows(self, choices: Choices) -> tuple[MemoryRow, ...]:
@@ -230,13 +228,3 @@ def correct(scale: dict[str, float], problem: Problem, choices: Choices, solutio
             low, high = (low, middle) if step_us(middle) > timeline.step_us else (middle, high)
     scale.update(scaled(high))
     return True
-
-
-def left_open(problem: Problem, decisions: Decisions) -> float:
-    """How far the event graph of a plan is from its simulation, as a share of the simulated step, once the time that sharing adds
-    in the simulation has been added to every duration.
-    """
-    timeline, fixed = problem.simulate(decisions), problem.fixed(decisions)
-    stretched = {name: factor for factors in timeline.stretched.values() for name, factor in factors.items()}
-    graph = problem.graph(fixed, stretched, shared=False)
-    return float(max_cycle_ratio(graph, fixed.default).ratio) / max(timeline.step_us, 1) - 1
