@@ -39,8 +39,7 @@ def table_us(op: Op, hw: HardwareProfile, world_size: int, compute_dtype: str, u
             return _us(find(Quantity.REDUCE_GBPS, Load.ALL), op.bytes)
         case OpKind.HOST_CAST:
             written = 2 * op.bytes / (4 + ITEMSIZE[compute_dtype])  # as if the cast were to BF16
-            cast_us = _us(find(Quantity.CAST_GBPS, *one_way), written)
-            return None if cast_us is None else hw.host_task_us + cast_us
+            return _us(find(Quantity.CAST_GBPS, *one_way), written)
         case OpKind.CPU_UPDATE:
             curve = find(Quantity.CPU_ADAM_GPARAMS, Load.ALONE)
             if curve is None:

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -21,13 +22,16 @@ from slidedp.compiler.minipipeline import mini_pipeline, reached
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.tables import Load, Quantity
 from slidedp.compiler.tracer import trace
+from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import CpuBackend
 from slidedp.executor.collectives import SingleRank
 from slidedp.executor.measure.caches import last_level_cache_bytes
-from slidedp.executor.measure.lab import num_ops, overlapping
+from slidedp.executor.measure.host import measure_task_us, measure_update
+from slidedp.executor.measure.lab import Lab, num_ops, one_op, overlapping
 from slidedp.executor.measure.machine import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, MachineFigures, state_numel
 from slidedp.executor.measure.rig import STATE_BYTES_PER_PARAM, Rig, enough
 from slidedp.executor.measure.stages import measure_stages
+from slidedp.executor.updates import UpdateStream
 from slidedp.hardware import detect, load_profile
 from slidedp.progress import progress_bar
 
@@ -101,6 +105,43 @@ def test_overlap_counts_only_what_ran_beside_the_others():
     apart = {Stream.H2D: [(0, 1)], Stream.CPU: [(2, 3)]}
     assert overlapping(apart) == apart
     assert [num_ops(1.0, s) for s in (10.0, 0.1, 1e-6)] == [4, 10, 200]
+
+
+def test_an_update_lasts_until_the_next_one_ends():
+    """It begins while the last blocks of the one before run, and whatever lies between two costs as much."""
+    spans = [(0.0, 1.0), (0.5, 2.0), (3.0, 3.9), (3.5, 5.5)]
+    assert one_op(Stream.CPU, spans) == 1.5
+    assert one_op(Stream.CPU, spans[:1]) == 1.0
+    assert one_op(Stream.H2D, spans) == 1.25
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_updates_are_measured_as_a_plan_runs_them(kernel, monkeypatch):
+    """The native kernel's through its queue, with as many threads as the point says; torch's in the stream's own thread."""
+    queues, native, python = [], [], []
+    monkeypatch.setattr(UpdateStream, "open_queue", wrapped(UpdateStream.open_queue, lambda _, queue: queues.append(queue)))
+    monkeypatch.setattr(UpdateStream, "submit_update", wrapped(UpdateStream.submit_update, lambda _, handle, *args, **kwargs:
+                                                               native.append(handle)))
+    monkeypatch.setattr(CpuAdam, "update", wrapped(CpuAdam.update, lambda _, *args: python.append(args)))
+    with closing(CpuBackend()) as backend, closing(Lab(backend, SingleRank(), 0.001)) as lab:
+        rig = Rig(backend, SingleRank(), 1 << 16, 1 << 14, kernel)
+        curves = measure_update(lab, rig, [1, 2], 4096, 2)
+        assert measure_task_us(lab, rig, 4096, 1) > 0
+    assert [x for x, _ in curves[0].points] == ([1, 2] if kernel == "native" else [2])
+    assert len(queues) == (3 if kernel == "native" else 0)
+    assert bool(native) == (kernel == "native")
+    assert bool(python) == (kernel == "torch")
+    rig.close()
+
+
+def wrapped(function, note):
+    """`function`, with `note` called first, alike."""
+
+    def both(*args, **kwargs):
+        note(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return both
 
 
 class Recorder(CpuBackend):

@@ -23,11 +23,11 @@ def measure_update(lab: Lab, rig: Rig, threads: Sequence[int], link_bytes: int, 
     Also what is then left for the links, at `num_threads` a rank, with copies of `link_bytes`. All ranks take part.
     """
     alone, busy, links = [], [], {}
+    everyone, up, down = rig.piece * lab.world_size, rig.to_device(link_bytes), rig.to_host(link_bytes)
     for count in threads if rig.native else [num_threads]:
-        update, up, down = rig.update(count), rig.to_device(link_bytes), rig.to_host(link_bytes)
-        everyone = rig.piece * lab.world_size
-        alone.append((count * lab.world_size, gbps(everyone, lab.seconds({Stream.CPU: update})[Stream.CPU])))
-        seconds = lab.seconds({Stream.CPU: update, Stream.H2D: up, Stream.D2H: down})
+        with rig.updating(lab, count) as (own, update):
+            alone.append((count * lab.world_size, gbps(everyone, own.seconds({Stream.CPU: update})[Stream.CPU])))
+            seconds = own.seconds({Stream.CPU: update, Stream.H2D: up, Stream.D2H: down})
         busy.append((count * lab.world_size, gbps(everyone, seconds[Stream.CPU])))
         if count == num_threads:
             links = {Quantity.H2D_GBPS: seconds[Stream.H2D], Quantity.D2H_GBPS: seconds[Stream.D2H]}
@@ -48,7 +48,7 @@ def measure_cast(lab: Lab, rig: Rig, sizes: Sequence[int], num_threads: int) -> 
 
 
 def measure_task_us(lab: Lab, rig: Rig, link_bytes: int, num_threads: int) -> float:
-    """Microseconds from one update of next to nothing to the next in the queue, while both links are at work: its fixed cost."""
-    work = {Stream.CPU: rig.update(num_threads, numel=4096), Stream.H2D: rig.to_device(link_bytes),
-            Stream.D2H: rig.to_host(link_bytes)}
-    return lab.period_seconds(Stream.CPU, work) * 1e6
+    """Microseconds that an update of next to nothing takes in the queue, while both links are at work: its fixed cost."""
+    with rig.updating(lab, num_threads, numel=4096) as (own, update):
+        work = {Stream.CPU: update, Stream.H2D: rig.to_device(link_bytes), Stream.D2H: rig.to_host(link_bytes)}
+        return own.seconds(work)[Stream.CPU] * 1e6

@@ -5,17 +5,31 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from typing import Any, Protocol
 
 from slidedp.compiler.ops import Stream
 from slidedp.executor.backend import Backend
 from slidedp.executor.collectives import Collectives
+from slidedp.executor.native.build import Ranks, StepConstants
+from slidedp.executor.tickets import Ticket
+from slidedp.executor.updates import UpdateQueue
 
 Task = Callable[[], object]
 Spans = dict[Stream, list[tuple[float, float]]]
 """Start and end, in seconds, of each op of a stream, in order."""
 
 MIN_OPS, MAX_OPS = 4, 200
+
+OF_THE_HOST = frozenset({Stream.CPU, Stream.CAST})
+"""Streams of host threads whatever the device is. What lies between two ops there costs as much as an op does, and the next
+update begins while the last blocks of the one before run: such an op lasts from the end of the one before it to its own."""
+
+
+class NativeUpdate(Protocol):
+    """An update that a plan's native queue runs."""
+
+    def next_handle(self) -> int:
+        """The native object of the next piece, which outlives the lab."""
 
 
 class Lab:
@@ -34,34 +48,37 @@ class Lab:
     def world_size(self) -> int:
         return self.collectives.world_size
 
-    def seconds(self, work: Mapping[Stream, Task], *, alone: bool = False) -> dict[Stream, float]:
+    def open_queue(self, library: Any, num_threads: int, ranks: Ranks) -> None:
+        """Native updates of this lab run as a plan's do: by `num_threads` threads that wait for no Python between two of them."""
+        self._streams.updates.open_queue(UpdateQueue(library, num_threads, ranks))
+
+    def seconds(self, work: Mapping[Stream, Task | NativeUpdate], *, alone: bool = False) -> dict[Stream, float]:
         """Seconds of one op of each stream while those of all others run: the slowest rank's, on every rank.
 
         `alone`: rank 0 only, while the other ranks wait.
         """
         mine = self.collectives.rank == 0 or not alone
-        rough = {s: min(_lengths(self.spans({s: [task] * 3})[s])) if mine else 0.0 for s, task in work.items()}
+        rough = {s: min(lengths(self.spans({s: [task] * 3})[s])) if mine else 0.0 for s, task in work.items()}
         self.collectives.barrier()  # so that the ranks start together
         counts = {s: num_ops(self.budget_s, lasts) for s, lasts in self._slowest(rough).items()}
         spans = self.spans({s: [task] * counts[s] for s, task in work.items()}) if mine else {}
-        return self._slowest({s: statistics.median(_lengths(overlapping(spans)[s])) if mine else 0.0 for s in work})
+        return self._slowest({s: one_op(s, overlapping(spans)[s]) if mine else 0.0 for s in work})
 
-    def period_seconds(self, stream: Stream, work: Mapping[Stream, Task]) -> float:
-        """Seconds from the start of one op of `stream` to that of the next in its queue, while the rest of `work` runs."""
-        counts = {s: num_ops(self.budget_s, min(_lengths(self.spans({s: [task] * 3})[s]))) for s, task in work.items()}
-        spans = overlapping(self.spans({s: [task] * counts[s] for s, task in work.items()}))[stream]
-        periods = [b - a for (a, _), (b, _) in pairwise(spans)]
-        return self._slowest({stream: statistics.median(periods) if periods else 0.0})[stream]
-
-    def spans(self, work: Mapping[Stream, Sequence[Task]]) -> Spans:
+    def spans(self, work: Mapping[Stream, Sequence[Task | NativeUpdate]]) -> Spans:
         """Runs all of `work`, a list of ops for each stream, at once, on this rank. Not collective."""
         self._events.clear()
         longest = max(len(tasks) for tasks in work.values())
         turns = [(s, tasks[i]) for i in range(longest) for s, tasks in work.items() if i < len(tasks)]
-        tickets = [self._streams.submit(s, task, name=str(i), need_done=True) for i, (s, task) in enumerate(turns)]
+        tickets = [self._submit(s, task, str(i)) for i, (s, task) in enumerate(turns)]
         for ticket in tickets:
             ticket.wait_done()
         return {s: sorted((a, b) for _, stream, a, b in self._events if stream is s) for s in work}
+
+    def _submit(self, stream: Stream, task: Task | NativeUpdate, name: str) -> Ticket:
+        if callable(task):
+            return self._streams.submit(stream, task, name=name, need_done=True)
+        return self._streams.updates.submit_update(task.next_handle(), StepConstants(1, 1e-3, 0, None, None), (), present=0,
+                                                   gates=(), finished=lambda result: None, name=name, deadline=0)
 
     def _slowest(self, seconds: dict[Stream, float]) -> dict[Stream, float]:
         """The largest of all ranks' values."""
@@ -88,5 +105,13 @@ def overlapping(spans: Spans) -> Spans:
     return {s: [(a, b) for a, b in ops if a >= lo and b <= hi] or ops for s, ops in spans.items()}
 
 
-def _lengths(spans: Sequence[tuple[float, float]]) -> list[float]:
+def lengths(spans: Sequence[tuple[float, float]]) -> list[float]:
     return [b - a for a, b in spans]
+
+
+def one_op(stream: Stream, spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds of one of the ops of `stream`, in the median; of the host's, by their ends, in the mean."""
+    if stream in OF_THE_HOST and len(spans) > 1:
+        ends = [end for _, end in spans]
+        return (max(ends) - min(ends)) / (len(ends) - 1)
+    return statistics.median(lengths(spans))

@@ -7,7 +7,8 @@ each goes on where the one before it left off. It is allocated as a plan's is, h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from slidedp.executor.backend import Backend
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.host_state import HostState
 from slidedp.executor.kernels import HostKernels, Kernel
-from slidedp.executor.measure.lab import Task
+from slidedp.executor.measure.lab import Lab, NativeUpdate, Task
 
 GROUP = "bench"
 BF16 = torch.bfloat16
@@ -49,6 +50,20 @@ class Walk:
             self.index, self.at = (self.index + 1) % len(self.sizes), 0
         at, self.at = self.at, self.at + numel
         return self.index, at
+
+
+@dataclass(slots=True)
+class Pieces:
+    """Native updates of `numel` parameters each, from `lo` on, one after the other (`walk`)."""
+
+    adam: CpuAdam
+    walk: Walk
+    lo: int
+    numel: int
+
+    def next_handle(self) -> int:
+        lo = self.lo + self.walk.step(self.numel)[1]
+        return self.adam.bind(GROUP, lo, lo + self.numel).handle
 
 
 class Rig:
@@ -115,8 +130,11 @@ class Rig:
 
         return task
 
-    def update(self, num_threads: int, numel: int | None = None) -> Task:
-        """AdamW on `numel` parameters (default: a piece) by `num_threads` threads of this rank."""
+    @contextmanager
+    def updating(self, lab: Lab, num_threads: int, numel: int | None = None) -> Iterator[tuple[Lab, Task | NativeUpdate]]:
+        """A lab like `lab`, and AdamW on `numel` parameters (default: a piece) by `num_threads` threads of this rank: through the
+        native queue where a plan's updates go there, else by torch's kernel in the stream's own thread.
+        """
         count = numel or self.piece
         adam = CpuAdam(self.state, self.groups, AdamW(), kernel=self.kernel, num_threads=num_threads)
 
@@ -124,7 +142,12 @@ class Rig:
             lo = self._lo + self._updates.step(count)[1]
             adam.update(GROUP, lo, lo + count, 1)
 
-        return task
+        if not adam.native:
+            yield lab, task
+            return
+        with closing(Lab(self.backend, lab.collectives, lab.budget_s)) as own:
+            own.open_queue(adam.kernels.library, num_threads, self.state.words.shape())
+            yield own, Pieces(adam, self._updates, self._lo, count)
 
     @property
     def native(self) -> bool:
