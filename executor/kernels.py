@@ -11,13 +11,16 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slidedp.executor.native.build import DTYPE_CODES, SEGMENT, NativeUnavailable, load_library
+
+if TYPE_CHECKING:
+    from slidedp.executor.updates import UpdateQueue
 
 _BLOCK = 1 << 20  # elements the torch fallback converts at a time, so that its temporaries stay small
 
@@ -33,7 +36,8 @@ class Kernel(StrEnum):
 class HostKernels:
     """Element-wise work on host memory with `num_threads` threads of its own, which sleep between calls.
 
-    `num_threads`: default: this process's cores, shared among `num_ranks`. `quiet`: no warning for a fallback.
+    `num_threads`: default: this process's cores, shared among `num_ranks`. `quiet`: no warning for a fallback. `queue`: work on
+    its threads instead, ahead of its updates: beside them more threads than cores would wait for one another.
     One object serves one caller at a time (calls queue up); make one per worker thread. Raises ValueError for an unknown
     `kernel`, and for ``native`` when the library cannot be built.
     """
@@ -45,6 +49,7 @@ class HostKernels:
         *,
         num_ranks: int = 1,
         quiet: bool = False,
+        queue: UpdateQueue | None = None,
     ) -> None:
         if kernel not in list(Kernel):
             raise ValueError(f"kernel: expected one of {', '.join(Kernel)}, got {kernel!r}")
@@ -60,9 +65,12 @@ class HostKernels:
                     raise ValueError(f"kernel='native' cannot be had: {error}; or use kernel='torch'") from error
                 if not quiet:
                     _warn_once(str(error))
-        if self._library is not None:
-            self._pool = self._library.slidedp_pool_create(self.num_threads)
-            weakref.finalize(self, self._library.slidedp_pool_destroy, self._pool)
+        self._queue = queue  # kept alive
+        if self._library is not None and queue is not None:
+            self._crew = queue.crew
+        elif self._library is not None:
+            self._crew = self._library.slidedp_pool_create(self.num_threads)
+            weakref.finalize(self, self._library.slidedp_pool_destroy, self._crew)
 
     @property
     def native(self) -> bool:
@@ -83,7 +91,7 @@ class HostKernels:
         _check_flat(source, out)
         if self.handles(out.dtype):
             code = DTYPE_CODES[out.dtype]
-            self._library.slidedp_cast(self._pool, source.data_ptr(), out.data_ptr(), code, out.numel())
+            self._library.slidedp_cast(self._crew, source.data_ptr(), out.data_ptr(), code, out.numel())
         else:
             out.copy_(source)
 
@@ -94,7 +102,7 @@ class HostKernels:
         if self.handles(out.dtype):
             pointers = np.array([s.data_ptr() for s in sources], dtype=np.uint64)
             code = DTYPE_CODES[out.dtype]
-            self._library.slidedp_reduce(self._pool, pointers.ctypes.data, len(sources), out.data_ptr(), code, out.numel())
+            self._library.slidedp_reduce(self._crew, pointers.ctypes.data, len(sources), out.data_ptr(), code, out.numel())
             return
         for lo in range(0, out.numel(), _BLOCK):
             total = sources[0][lo : lo + _BLOCK].to(torch.float32, copy=True)
@@ -120,7 +128,7 @@ class HostKernels:
         assert segments.size == 0 or segments["end"].max() <= grad.numel()
         _check_flat(*state, grad, *([] if shadow is None else [shadow]), same_length=False)
         bad: int = self._library.slidedp_adamw(
-            self._pool,
+            self._crew,
             *(t.data_ptr() for t in state),
             grad.data_ptr(),
             DTYPE_CODES[grad.dtype],
@@ -142,7 +150,7 @@ class HostKernels:
         Returns as :meth:`adamw` does.
         """
         flags = None if present is None else present.ctypes.data
-        bad: int = self._library.slidedp_update_now(self._pool, handle, step, lr, flags, scale)
+        bad: int = self._library.slidedp_update_now(self._crew, handle, step, lr, flags, scale)
         return bad
 
 

@@ -134,13 +134,15 @@ class Machine:
         kernel, threads = self.options.update_kernel, self.options.num_threads
         threads = threads or update_threads(self.backend.device, self.world_size)
         self.adam = CpuAdam(self.state, self.plan.layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
+        queue = None
         if self.adam.native and self.options.native_queue:
-            self.streams.updates.open_queue(UpdateQueue(self.adam.kernels.library, threads, self.words.shape()))
+            queue = UpdateQueue(self.adam.kernels.library, threads, self.words.shape())
+            self.streams.updates.open_queue(queue)
         self.clipping: Clipping | None = None
         if self.plan.decisions.update is Update.DEFERRED:
             self.clipping = Clipping(self.binding.model, self.state, self.options.max_grad_norm, self.options.skip_nonfinite,
                                      quiet=self.rank != 0)
-        self.casting, self.summing = (HostKernels(kernel, threads, quiet=True) for _ in range(2))
+        self.casting, self.summing = (HostKernels(kernel, threads, quiet=True, queue=queue) for _ in range(2))
         equip(self, self.plan)
 
     # ---- what the interpreter touches ----

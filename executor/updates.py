@@ -56,6 +56,12 @@ class UpdateQueue:
         self._add, self._arrive = library.slidedp_queue_add, library.slidedp_queue_arrive
         self._found = np.zeros(_MOST, dtype=COMPLETION)
 
+    @property
+    def crew(self) -> int:
+        """Address of what HostKernels run on: these threads, ahead of all updates. Good for as long as this object is."""
+        address: int = self._library.slidedp_queue_crew(self._handle)
+        return address
+
     def add(self, key: int, handle: int, deadline: int, missing: int, step: StepConstants, present: int, gates: Gates) -> None:
         """Update `handle` runs once `missing` arrivals have been called and all `gates` are open. `key`: unique, increasing.
 

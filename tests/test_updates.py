@@ -18,6 +18,7 @@ from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.timeline import measured_timeline
 from slidedp.executor.adam import CpuAdam, NonFiniteGradient
 from slidedp.executor.host_state import HostState
+from slidedp.executor.kernels import HostKernels
 from slidedp.executor.native.build import DONE, SKIPPED, Ranks, StepConstants
 from slidedp.executor.streams import Streams
 from slidedp.executor.tickets import Aborted, Ticket
@@ -295,3 +296,47 @@ def test_a_callback_that_raises_aborts(rig):
 def test_delayed_streams_take_updates_as_functions(rig):
     assert rig().streams.updates.takes_updates
     assert not rig(delay=lambda name: 0.0).streams.updates.takes_updates
+
+
+def test_casts_and_sums_on_the_threads_of_the_updates_change_no_bit(rig):
+    """Two callers at once, over and over, while updates of twenty steps come and go; then with the queue closed."""
+    r = rig(threads=2, numel=1 << 18)
+    generator = torch.Generator().manual_seed(1)
+    source = torch.randn((1 << 20) + 77, generator=generator)
+    parts = [torch.randn((1 << 20) + 5, generator=generator).bfloat16() for _ in range(3)]
+    total = (parts[0].float() + parts[1].float() + parts[2].float()).bfloat16()
+    wrong, stop = [], threading.Event()
+
+    def repeat(what) -> None:
+        while not stop.is_set():
+            wrong.extend([] if what() else [what])
+
+    casting, summing = (HostKernels("native", queue=r.queue) for _ in range(2))
+    converted, added = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(total)
+
+    def cast() -> bool:
+        casting.cast(source, converted.zero_())
+        return torch.equal(converted, source.bfloat16())
+
+    def reduce() -> bool:
+        summing.reduce(parts, added.zero_())
+        return torch.equal(added, total)
+
+    callers = [threading.Thread(target=repeat, args=(what,)) for what in (cast, reduce)]
+    for caller in callers:
+        caller.start()
+    for step in range(1, 21):
+        for ticket in [r.submit(i, step=step) for i in range(NUM_PARAMS)]:
+            assert ticket.wait_done(WAIT_S)
+    stop.set()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+    alone = rig(threads=1, numel=1 << 18)
+    for step in range(1, 21):
+        for ticket in [alone.submit(i, step=step) for i in range(NUM_PARAMS)]:
+            assert ticket.wait_done(WAIT_S)
+    assert all(torch.equal(a, b) for a, b in zip(r.copies(), alone.copies(), strict=True))
+    r.streams.close()
+    assert cast()
+    assert reduce()

@@ -23,7 +23,7 @@ using namespace slidedp;
 // Threads that sleep between calls: an OpenMP team would spin and take cores from the transfers and from Python.
 // The caller works too and never waits for a helper that has not begun, so a slow wake-up costs nothing (and a pool
 // whose threads a fork() lost still works).
-class Pool {
+class Pool : public Crew {
 public:
     explicit Pool(int threads) {
         for (int i = 1; i < threads; i++) {
@@ -34,7 +34,7 @@ public:
             }
         }
     }
-    ~Pool() {
+    ~Pool() override {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;
@@ -43,8 +43,7 @@ public:
         for (auto& w : workers_) w.join();
     }
 
-    // work(context, i) for every i in [0, items), each once, in any order on any thread.
-    void run(void (*work)(void*, int64_t), void* context, int64_t items) {
+    void run(void (*work)(void*, int64_t), void* context, int64_t items) override {
         std::lock_guard<std::mutex> one_job(caller_);
         int64_t helpers = items - 1 < int64_t(workers_.size()) ? items - 1 : int64_t(workers_.size());
         next_.store(0, std::memory_order_relaxed);
@@ -92,27 +91,27 @@ private:
 };
 
 template <class F>
-void parallel(Pool* pool, int64_t items, F& body) {
-    pool->run([](void* context, int64_t i) { (*static_cast<F*>(context))(i); }, &body, items);
+void parallel(Crew* crew, int64_t items, F& body) {
+    crew->run([](void* context, int64_t i) { (*static_cast<F*>(context))(i); }, &body, items);
 }
 
 // ---- work over ranges ---------------------------------------------------------------------------------------------
 
 // The least of what `run(block)` returns over all blocks, -1 (nothing wrong) left out of it; -1 if that is all there is.
 template <class Run>
-int64_t run_blocks(Pool* pool, int64_t count, Run run) {
+int64_t run_blocks(Crew* crew, int64_t count, Run run) {
     std::atomic<int64_t> bad{INT64_MAX};
     auto body = [&](int64_t block) {
         int64_t at = run(block), seen = bad.load();
         while (at >= 0 && at < seen && !bad.compare_exchange_weak(seen, at)) {
         }
     };
-    parallel(pool, count, body);
+    parallel(crew, count, body);
     return bad.load() == INT64_MAX ? -1 : bad.load();
 }
 
 template <class T>
-void reduce(Pool* pool, const T* const* sources, int64_t num_sources, T* out, int64_t numel) {
+void reduce(Crew* crew, const T* const* sources, int64_t num_sources, T* out, int64_t numel) {
     auto body = [&](int64_t block) {
         int64_t hi = (block + 1) * kBlock < numel ? (block + 1) * kBlock : numel;
         alignas(64) float sum[kTile];
@@ -128,11 +127,11 @@ void reduce(Pool* pool, const T* const* sources, int64_t num_sources, T* out, in
             std::memcpy(out + i, tile, n * int64_t(sizeof(T)));
         }
     };
-    parallel(pool, (numel + kBlock - 1) / kBlock, body);
+    parallel(crew, (numel + kBlock - 1) / kBlock, body);
 }
 
 template <class T>
-void cast(Pool* pool, const float* source, T* out, int64_t numel) {
+void cast(Crew* crew, const float* source, T* out, int64_t numel) {
     auto body = [&](int64_t block) {
         int64_t hi = (block + 1) * kBlock < numel ? (block + 1) * kBlock : numel;
         alignas(64) T tile[kTile];
@@ -143,19 +142,20 @@ void cast(Pool* pool, const float* source, T* out, int64_t numel) {
         }
         fence_streamed();
     };
-    parallel(pool, (numel + kBlock - 1) / kBlock, body);
+    parallel(crew, (numel + kBlock - 1) / kBlock, body);
 }
 
 }  // namespace
 
 extern "C" {
 
-void* slidedp_pool_create(int32_t threads) { return new (std::nothrow) Pool(threads); }
-void slidedp_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
+// `crew`, below: a pool, or a queue's (slidedp_queue_crew).
+void* slidedp_pool_create(int32_t threads) { return static_cast<Crew*>(new (std::nothrow) Pool(threads)); }
+void slidedp_pool_destroy(void* pool) { delete static_cast<Crew*>(pool); }
 
 // Pointers are those of element 0 of the group. Returns -1, or the first element of the lowest tile that was left
 // untouched because its gradient holds an Inf or a NaN.
-int64_t slidedp_adamw(void* pool, float* p, float* m, float* v, const void* grad, int32_t grad_dtype, void* shadow,
+int64_t slidedp_adamw(void* crew, float* p, float* m, float* v, const void* grad, int32_t grad_dtype, void* shadow,
                       int32_t shadow_dtype, const void* segments, int64_t num_segments, float beta1, float one_minus_beta1,
                       float beta2, float one_minus_beta2, float eps) {
     auto* list = static_cast<const Segment*>(segments);
@@ -163,25 +163,25 @@ int64_t slidedp_adamw(void* pool, float* p, float* m, float* v, const void* grad
     Tensors tensors{{p, m, v, shadow}, grad, {p, m, v, shadow}};
     Betas betas{beta1, one_minus_beta1, beta2, one_minus_beta2, eps};
     UpdateBlock run = update_block_of(grad_dtype, shadow_dtype);
-    return run_blocks(static_cast<Pool*>(pool), blocks.count(),
+    return run_blocks(static_cast<Crew*>(crew), blocks.count(),
                       [&](int64_t block) { return blocks.update(block, run, tensors, betas); });
 }
 
-// An update of `queue.cpp` done at once, by the caller and its pool; `present`: one flag a parameter, or null. Returns as above.
-int64_t slidedp_update_now(void* pool, const void* update, int64_t step, double lr, const uint8_t* present,
+// An update of `queue.cpp` done at once, by the caller and its crew; `present`: one flag a parameter, or null. Returns as above.
+int64_t slidedp_update_now(void* crew, const void* update, int64_t step, double lr, const uint8_t* present,
                            double scale) {
     auto* the = static_cast<const Update*>(update);
     Blocks blocks = the->begin(step, lr, Present{present, 1, 0}, float(scale));
-    return run_blocks(static_cast<Pool*>(pool), blocks.count(), [&](int64_t block) { return the->run(step, blocks, block); });
+    return run_blocks(static_cast<Crew*>(crew), blocks.count(), [&](int64_t block) { return the->run(step, blocks, block); });
 }
 
-void slidedp_cast(void* pool, const float* source, void* out, int32_t dtype, int64_t numel) {
-    if (dtype == kBFloat16) return cast(static_cast<Pool*>(pool), source, static_cast<uint16_t*>(out), numel);
-    return cast(static_cast<Pool*>(pool), source, static_cast<float*>(out), numel);
+void slidedp_cast(void* crew, const float* source, void* out, int32_t dtype, int64_t numel) {
+    if (dtype == kBFloat16) return cast(static_cast<Crew*>(crew), source, static_cast<uint16_t*>(out), numel);
+    return cast(static_cast<Crew*>(crew), source, static_cast<float*>(out), numel);
 }
 
-void slidedp_reduce(void* pool, const void* const* sources, int64_t num_sources, void* out, int32_t dtype, int64_t numel) {
-    auto* threads = static_cast<Pool*>(pool);
+void slidedp_reduce(void* crew, const void* const* sources, int64_t num_sources, void* out, int32_t dtype, int64_t numel) {
+    auto* threads = static_cast<Crew*>(crew);
     if (dtype == kBFloat16)
         return reduce(threads, reinterpret_cast<const uint16_t* const*>(sources), num_sources, static_cast<uint16_t*>(out), numel);
     return reduce(threads, reinterpret_cast<const float* const*>(sources), num_sources, static_cast<float*>(out), numel);

@@ -3,7 +3,7 @@
     elements.h   what one thread does to one range of elements
     update.h     one CPU update of a plan, and the blocks that it is cut into
     adamw.cpp    calls that return when the work is done: update, cast, reduction; and words shared with other processes
-    queue.cpp    updates that are queued and run without Python
+    queue.cpp    updates that are queued and run without Python, and casts and sums that go before them
 
 The library is kept under torch's extension cache, in a folder named by a hash of everything its bits depend on: the
 sources, the flags, the processor's features and torch's version. Any number of processes may ask at once: a file lock
@@ -111,6 +111,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slidedp_update_destroy": (None, [_POINTER]),
     "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),
     "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),
+    "slidedp_queue_crew": (_POINTER, [_POINTER]),
     "slidedp_queue_close": (None, [_POINTER]),
     "slidedp_queue_destroy": (None, [_POINTER]),
     "slidedp_queue_add": (None, [_POINTER, _INT64, _POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER, _INT64]),

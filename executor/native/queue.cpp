@@ -7,6 +7,9 @@
 // on, for any of an earlier deadline that may begin: what the next step needs first is never behind a whole chunk of what it
 // needs last. Which elements are updated together changes no bit. All that has begun is worked on to its end.
 //
+// Jobs (casts, sums) that somebody waits for go before all updates, block by block: on threads of their own, beside those of
+// the updates, there would be more threads than cores, and a job takes as long as its slowest one (a cast seven times as long).
+//
 // Python adds updates and says what has arrived; one Python thread collects what is complete, blocked in here without the
 // GIL. No thread in here ever takes the GIL and the mutex is held for microseconds, so the short calls are made with the GIL
 // held: giving it up would cost more than the call.
@@ -98,7 +101,13 @@ struct Task {
     float scale() const { return step.scale ? float(*step.scale) : 1.0f; }
 };
 
-class Queue {
+struct Job {
+    void (*work)(void*, int64_t);
+    void* context;
+    int64_t num_items, num_taken = 0, num_done = 0;
+};
+
+class Queue : public Crew {
 public:
     Queue(int32_t threads, const Ranks& ranks) : ranks_(ranks) {
         for (int32_t i = 0; i < threads; i++) {
@@ -110,7 +119,7 @@ public:
             }
         }
     }
-    ~Queue() { close(); }
+    ~Queue() override { close(); }
 
     // Drops what has not begun, and waits for the rest and for the threads to end. Idempotent; one caller at a time.
     void close() {
@@ -151,6 +160,15 @@ public:
         stopping_ = true;
         wake_all();
     }
+    // Also once the queue is closed: the caller is then alone.
+    void run(void (*work)(void*, int64_t), void* context, int64_t items) override {
+        Job job{work, context, items};
+        std::unique_lock<std::mutex> lock(mutex_);
+        if (items > 0) jobs_.push_back(&job);
+        for (int64_t i = std::min(items - 1, sleeping_); i > 0; i--) work_.notify_one();
+        while (job.num_taken < items) take_item(job, lock);
+        job_done_.wait(lock, [&] { return job.num_done == items; });
+    }
     int64_t collect(Completion* out, int64_t most) {
         std::unique_lock<std::mutex> lock(mutex_);
         done_.wait(lock, [this] { return !completed_.empty() || (stopping_ && tasks_.empty()); });
@@ -165,7 +183,12 @@ public:
 private:
     void serve() {
         std::unique_lock<std::mutex> lock(mutex_);
-        while (Task* task = next(lock)) {
+        Task* task;
+        while (next(lock, task)) {
+            if (!task) {
+                take_item(*jobs_.front(), lock);
+                continue;
+            }
             int64_t block = task->num_taken++;
             if (task->num_taken == task->blocks.count()) begun_.pop_back();
             bool more = !begun_.empty();
@@ -182,12 +205,22 @@ private:
         }
     }
 
-    // The update to take a block of; waits for one. Null once there will be none.
-    Task* next(std::unique_lock<std::mutex>& lock) {
+    void take_item(Job& job, std::unique_lock<std::mutex>& lock) {
+        int64_t item = job.num_taken++;
+        if (job.num_taken == job.num_items) jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
+        lock.unlock();
+        job.work(job.context, item);
+        lock.lock();
+        if (++job.num_done == job.num_items) job_done_.notify_all();
+    }
+
+    // Waits for something to do: a job (`task` is then null), or a block of an update. False once there will be none.
+    bool next(std::unique_lock<std::mutex>& lock, Task*& task) {
         Microseconds pause = kFirstPause;
         for (;;) {
-            if (Task* task = most_urgent()) return task;
-            if (stopping_ && tasks_.empty()) return nullptr;
+            task = jobs_.empty() ? most_urgent() : nullptr;
+            if (task || !jobs_.empty()) return true;
+            if (stopping_ && tasks_.empty()) return false;
             sleeping_++;
             if (ready_.empty() || polling_) {
                 work_.wait(lock);
@@ -275,7 +308,8 @@ private:
 
     const Ranks ranks_;
     std::mutex mutex_;  // guards all below
-    std::condition_variable work_, done_;
+    std::condition_variable work_, done_, job_done_;
+    std::deque<Job*> jobs_;                                     // those with items left to take
     std::unordered_map<int64_t, std::unique_ptr<Task>> tasks_;  // neither complete nor dropped
     std::map<std::pair<int64_t, int64_t>, Task*> ready_;        // those with nothing missing that have not begun
     std::vector<Task*> running_;                                // have begun, are not complete
@@ -309,6 +343,7 @@ void* slidedp_queue_create(int32_t threads, const Ranks* ranks) {
         return nullptr;
     }
 }
+void* slidedp_queue_crew(void* queue) { return static_cast<Crew*>(static_cast<Queue*>(queue)); }
 void slidedp_queue_close(void* queue) { static_cast<Queue*>(queue)->close(); }
 void slidedp_queue_destroy(void* queue) { delete static_cast<Queue*>(queue); }
 

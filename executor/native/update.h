@@ -1,4 +1,4 @@
-// One CPU update of a plan: which elements of which parameters, and how a step turns that into work.
+// One CPU update of a plan: which elements of which parameters, and how a step turns that into work. And who does work.
 
 #pragma once
 
@@ -11,6 +11,14 @@
 #include "elements.h"
 
 namespace slidedp {
+
+// Threads that help a caller with a job.
+class Crew {
+public:
+    virtual ~Crew() = default;
+    // work(context, i) for every i in [0, items), each once, in any order on any thread, the caller's too. Returns when all are done.
+    virtual void run(void (*work)(void*, int64_t), void* context, int64_t items) = 0;
+};
 
 struct Part {  // mirrors PART in executor/native/build.py: the elements [start, end) of one trainable parameter
     int64_t param;  // its number among the group's
