@@ -11,7 +11,7 @@ host memory    `host_dram_gbps`                                                 
 root in, out   `h2d_all_gbps`, `d2h_all_gbps`, times the number of GPUs            copies of all ranks, by direction
 root           `duplex_gbps`, times the number of GPUs, times 2                    copies of all ranks, both directions
 link in, out   `h2d_gbps`, `d2h_gbps`                                              copies of this rank
-cores          all of them                                                         host work of all ranks
+cores          all of them                                                         host work of all ranks, which takes turns
 GPU link       `gpu_link_gbps`                                                     collectives
 GPU            all of it                                                           compute, updates in HBM
 =============  ==================================================================  =====================================
@@ -37,14 +37,13 @@ from slidedp.compiler.tables import Load, Quantity
 CPU_SHARE = 3.1
 """When host memory is the limit, a rank's update gets this many times the bytes of each of its copies. Measured on one H200:
 with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each. A profile
-that was measured says what they got on its machine, and of each direction."""
+that was measured says what they got on its machine, on average: of the two directions, copies to the host got 52 GB/s and those
+to the device 28 where nothing else ran, in steps of plans 44 and 39."""
 
-UPDATE_CORES = 0.65
-"""The part of the cores that keeps the host's update at full rate, for it waits for memory. Measured on one H200: 8 of 16
-threads reach 2.85 of 3.7 Gparam/s (an older kernel), 77 %, and 0.5 / 0.65 = 0.77."""
-
-GPU_UPDATE_WEIGHT = 1 / 7
-"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py)."""
+GPU_UPDATE_WEIGHT = 1 / 5
+"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on one
+H200, Qwen3-4B: of batch 8, where 21 groups are updated there, 118 ms are beside the backward and would take 20 alone; of batch 16
+(7 groups) 56 and 9. An older version, all 37 groups at batch 16, was nearer 1 / 7."""
 
 
 class Resource(StrEnum):
@@ -86,10 +85,10 @@ class Contention:
     hw: HardwareProfile
     world_size: int = 1
     num_bytes: Mapping[str, int] = field(default_factory=dict)
-    shares: tuple[float, float, float] = field(init=False)
+    share: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shares", shares_of_memory(self.hw, self.world_size))
+        object.__setattr__(self, "share", share_of_update(self.hw, self.world_size))
 
     def draw(self, op: Op, alone_us: int) -> Draw:
         """What `op` takes from what it shares, if it takes `alone_us` microseconds alone: its bytes, evenly over that time.
@@ -105,23 +104,23 @@ class Contention:
         gbps = num_bytes / alone_us / 1e3
         match op.kind:
             case OpKind.H2D | OpKind.ACT_RELOAD:
-                return self.copy(gbps, self.shares[0], Resource.LINK_IN, Resource.ROOT_IN)
+                return self.copy(gbps, Resource.LINK_IN, Resource.ROOT_IN)
             case OpKind.D2H | OpKind.ACT_OFFLOAD:
-                return self.copy(gbps, self.shares[1], Resource.LINK_OUT, Resource.ROOT_OUT)
+                return self.copy(gbps, Resource.LINK_OUT, Resource.ROOT_OUT)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
                 return self.collective(gbps)
             case OpKind.HOST_CAST:
                 cores = self.hw.cast_gbps / self.hw.cast_total_gbps
                 return self.over({Resource.DRAM: gbps, Resource.CORES: cores}, self.cpu_weight)
             case OpKind.CPU_UPDATE | OpKind.HOST_REDUCE | OpKind.HOST_GATHER | OpKind.SNAPSHOT:
-                return self.over({Resource.DRAM: gbps, Resource.CORES: UPDATE_CORES / self.world_size}, self.cpu_weight)
+                return self.over({Resource.DRAM: gbps, Resource.CORES: 1 / self.world_size}, self.cpu_weight)
             case OpKind.GPU_UPDATE:
                 return Draw(((Resource.GPU, 1.0),), GPU_UPDATE_WEIGHT)
             case _:
                 return NOTHING
 
-    def copy(self, gbps: float, share: float, *of_direction: Resource) -> Draw:
-        return self.over(dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps), share / gbps)
+    def copy(self, gbps: float, *of_direction: Resource) -> Draw:
+        return self.over(dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps), 1 / gbps)
 
     def collective(self, gbps: float) -> Draw:
         """`gbps`: what a rank receives; it sends as much."""
@@ -151,10 +150,10 @@ class Contention:
 
     @property
     def cpu_weight(self) -> float:
-        """Copies of one direction slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its
-        update is in bytes a second what `shares` say.
+        """Copies slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its update is `share`
+        times as many bytes a second.
         """
-        return self.shares[2] * self.world_size / (self.hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM)
+        return self.share * self.world_size / (self.hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM)
 
     def capacity(self, resource: Resource) -> float:
         """In GB/s; of the cores, 1. A profile's rates for all GPUs hold for each of more ranks than it has GPUs, too."""
@@ -178,18 +177,13 @@ class Contention:
                 return self.hw.gpu_link_gbps
 
 
-def shares_of_memory(hw: HardwareProfile, world_size: int) -> tuple[float, float, float]:
-    """In what proportion copies to the device, copies from it, and the update of a rank get host memory's bytes when all run.
-
-    As measured; of a profile that was not, copies alike. In the mean of the two directions a copy's share is 1.
-    """
+def share_of_update(hw: HardwareProfile, world_size: int) -> float:
+    """How many times the bytes of a copy a rank's update gets of host memory when both directions and the updates all run."""
     down, up, adam = (hw.tables.find(q, Load.BUSY) for q in (Quantity.H2D_GBPS, Quantity.D2H_GBPS, Quantity.CPU_ADAM_GPARAMS))
     if down is None or up is None or adam is None:
-        return 1.0, 1.0, CPU_SHARE
-    copies = down.points[-1][1], up.points[-1][1]
+        return CPU_SHARE
     update = max(rate for _, rate in adam.points) * ADAM_BYTES_PER_PARAM / world_size
-    mean = sum(copies) / 2
-    return copies[0] / mean, copies[1] / mean, update / mean
+    return update / ((down.points[-1][1] + up.points[-1][1]) / 2)
 
 
 def work_us(draws: Iterable[Draw], alone_us: Iterable[int]) -> dict[Resource, float]:
