@@ -9,6 +9,7 @@ SwiGLU) are used on both sides where installed. Host memory is the process's pro
 
 `bound_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
 the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
+`mean_s`: of the measured steps; where the host binds they differ by a third, and the next ones make up for it.
 `gc_s`: full garbage collections during the steps, in which no thread of Python's runs.
 `waits_s`: how long the GPU waits in a step, by what it waits for as predicted, in all as measured.
 
@@ -49,7 +50,10 @@ def main() -> None:
     profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else "auto"
     if args.measure:
         print(json.dumps({"host_dram_gbps": profile.host_dram_gbps, "duplex_gbps": profile.duplex_gbps,
-                          "cpu_adam_gparams": profile.cpu_adam_gparams}), flush=True)
+                          "cpu_adam_gparams": profile.cpu_adam_gparams, "host_task_us": profile.host_task_us}), flush=True)
+        if args.traces:
+            args.traces.mkdir(parents=True, exist_ok=True)
+            (args.traces / "profile.yaml").write_text(profile.to_yaml())
     model = build(args.size)
     reference: dict[int, float] = {}
     if args.reference:
@@ -97,6 +101,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         bound = max([reference_s or 0.0, *bounds.values()])
         over_first = step_s / first.setdefault(batch, step_s)
         line = report("slidedp", args, batch, times, case=case, **peak, gc_s=[round(p, 3) for p in pauses],
+               mean_s=round(statistics.mean(times), 4),
                loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
