@@ -118,10 +118,10 @@ class Closures:
         assert op.chunk is not None
         place = op.writes[0].place
         slot, (lo, hi) = self.machine.buffers[place], op.chunk.bounds(self.graph.group_by_name[op.writes[0].group], self.world)
-        gather, rank, world = self.machine.collectives.all_gather, self.rank, self.world
+        gather, part = self.machine.collectives.all_gather, slot[lo:hi]
 
         def task(step: Step) -> None:
-            gather(slot, lo, hi, rank, world)
+            gather(part)
             step.count("all_gather", op.bytes)
 
         return task

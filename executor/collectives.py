@@ -81,8 +81,8 @@ class SingleRank:
     def release(self) -> None:
         """Gives the scratch back. No collective of gradients or weights may be under way."""
 
-    def all_gather(self, slot: Tensor, lo: int, hi: int, rank: int, world_size: int) -> None:
-        """Fills ``slot[lo:hi]``, equal shards in rank order, of which this rank's own is there already."""
+    def all_gather(self, part: Tensor) -> None:
+        """Fills `part`, equal shards in rank order, of which this rank's own is there already; flat, contiguous."""
 
     def reduce(self, part: Tensor, out: Tensor) -> None:
         """``out`` = this rank's shard of the sum of all ranks' `part`, equal shards in rank order; flat, contiguous."""
@@ -139,9 +139,7 @@ class RankCollectives(SingleRank):
             self._outgrown(buffer)
         self._scratch.clear()
 
-    def all_gather(self, slot: Tensor, lo: int, hi: int, rank: int, world_size: int) -> None:
-        assert (rank, world_size) == (self.rank, self.world_size)
-        part = slot[lo:hi]
+    def all_gather(self, part: Tensor) -> None:
         self._gather(part)
 
     def reduce(self, part: Tensor, out: Tensor) -> None:
@@ -290,8 +288,7 @@ class StagedGloo(RankCollectives):
         super().reserve(numel, dtype)
         self._buffer("staged", numel, dtype, torch.device("cpu"))
 
-    def all_gather(self, slot: Tensor, lo: int, hi: int, rank: int, world_size: int) -> None:
-        part = slot[lo:hi]
+    def all_gather(self, part: Tensor) -> None:
         staged = self._buffer("staged", part.numel(), part.dtype, torch.device("cpu"))
         size = part.numel() // self.world_size
         own = slice(self.rank * size, (self.rank + 1) * size)

@@ -25,7 +25,7 @@ def measure_peers(lab: Lab, sizes: Sequence[int]) -> list[Curve]:
     lab.backend.fence_caller()
 
     def gather(numel: int) -> Task:
-        return lambda: collectives.all_gather(slot, 0, numel, collectives.rank, world)
+        return lambda: collectives.all_gather(slot[:numel])
 
     def reduce(numel: int) -> Task:
         return lambda: collectives.reduce(part[:numel], out[: numel // world])
