@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from slidedp.executor.adam import NonFiniteGradient
 from slidedp.executor.host_state import HostState
+from slidedp.executor.words import added_in_order
 
 if TYPE_CHECKING:
     from slidedp.executor.step import Step
@@ -99,11 +100,11 @@ class Clipping:
 
     def post(self, norms: Iterable[Tensor], step: int) -> None:
         """This rank's sum of squares of `norms`, for all ranks to see."""
-        self._words.post_norm(step, sum(float(n.square().sum()) for n in norms))
+        self._words.post_norm(step, added_in_order(float(n.square().sum()) for n in norms))
 
     def total(self, step: int) -> Tensor:
         """The norm of all gradients, from the sums of squares that all ranks have posted."""
-        return torch.tensor(math.sqrt(sum(self._words.norms(step))), dtype=torch.float32)
+        return torch.tensor(math.sqrt(added_in_order(self._words.norms(step))), dtype=torch.float32)
 
     # ---- what follows ----
 

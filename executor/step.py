@@ -15,6 +15,7 @@ import torch
 
 from slidedp.executor.adam import NonFiniteGradient
 from slidedp.executor.backend import Sent
+from slidedp.executor.words import added_in_order
 
 if TYPE_CHECKING:
     from slidedp.executor.clipping import Clip
@@ -130,7 +131,7 @@ class Step:
 
     def local_loss(self) -> float:
         """This rank's share of the global loss. Only once the epilogues are done."""
-        return sum(self.share_of(lane) for lane in self.lanes)
+        return added_in_order(self.share_of(lane) for lane in self.lanes)
 
     def share_of(self, lane: MicroBatch) -> float:
         assert lane.loss is not None, "the epilogue has not run"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -44,6 +44,16 @@ _LINE = 8  # int64s in a cache line: each rank's cells start on their own
 PULSE_INTS = 11 * _LINE
 """int64s of a rank's row in `Words.pulse`; see pulse.py."""
 _STEP_OF_PULSE = 2  # where pulse.py keeps the last step that a rank has begun
+
+
+def added_in_order(values: Iterable[float]) -> float:
+    """The values added one after the other, each result rounded, as a loop does, with any Python: since 3.12 `sum` carries the
+    rounding errors along, and so gives other bits.
+    """
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 class PeerError(RuntimeError):
@@ -226,9 +236,7 @@ class Words:
         """
         board = self._losses[step % LOSS_DEPTH]
         self._poll(lambda: all(self._load_min(cell[:1]) > step for cell in board), check)
-        total = 0.0
-        for value in board[:, 1].copy().view(np.float64):
-            total += float(value)
+        total = added_in_order(board[:, 1].copy().view(np.float64).tolist())
         assert all(self._load_min(cell[:1]) == step + 1 for cell in board), f"the loss of step {step} was read too late"
         return total
 

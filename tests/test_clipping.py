@@ -6,20 +6,25 @@ import copy
 import math
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import clipping_cases
 import pytest
+import torch
 from clipping_cases import Fused, fused_gpt
 from delays import each_kind_slow
 from rank_cases import model as gpt_without_key_biases
 from test_bitwise import CASES, OPTIMIZER, loss_of_case
 from tiny_models import PlainGPT, lm_batch
+from torch import nn
 from training import assert_same_bits, assert_same_tensors, loss_of_output, norm_wise, state_of, train_plainly, train_planned
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.clipping import NonFiniteNorm
+from slidedp.executor.clipping import Clipping, NonFiniteNorm
+from slidedp.executor.segment import SharedSegment
 from slidedp.executor.step import NonFiniteLoss
+from slidedp.executor.words import Words, WordsLayout
 
 pytestmark = pytest.mark.cpu
 
@@ -56,6 +61,21 @@ def test_a_norm_of_zero(policy):
     got = train_planned(gpt, batches, OPTIMIZER, update_kernel="torch", max_grad_norm=1.0, policy=policy)
     assert got.norms == want.norms == [0.0, 0.0]
     assert_same_bits(got, want)
+
+
+def test_sums_of_squares_are_added_one_after_the_other():
+    """With the bits of a loop on every Python; what `sum` carries along from Python 3.12 on would make the last bit another."""
+    layout = WordsLayout(num_words=1, world_size=4, num_params=0)
+    segment = SharedSegment("control", layout.nbytes)
+    states = [SimpleNamespace(words=Words(segment, layout, rank), groups={}) for rank in range(4)]
+    ranks = [Clipping(nn.Linear(1, 1), state, None, skip=False) for state in states]
+    shards = [torch.tensor([x], dtype=torch.float64) for x in (2.0**27, 1.0, 1.0, 1.0)]
+    ranks[0].post(shards, step=1)
+    assert states[0].words.norms(1)[0] == 2.0**54
+    between = 1 + 2.0**-24  # two FP32 numbers: rounds to 1
+    for state, square in zip(states, (between**2, *[2.0**-53] * 3), strict=True):
+        state.words.post_norm(2, square)
+    assert [clipping.total(2).item() for clipping in ranks] == [1.0] * 4
 
 
 def test_native_kernel_agrees_norm_wise():

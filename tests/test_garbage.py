@@ -20,13 +20,20 @@ class Cycle:
         self.me = self
 
 
+def is_frozen() -> bool:
+    """Whether what is alive is frozen: with torch imported some 200 000 objects. The count need not be 0 otherwise: each full
+    collection of Python 3.12 puts what is immortal among the frozen ones, 375 tuples of the built-in types.
+    """
+    return gc.get_freeze_count() > 10_000
+
+
 @pytest.fixture(autouse=True)
 def thawed(monkeypatch):
     """Whatever plans of tests that have failed before are still open."""
     monkeypatch.setattr(garbage, "_owners", set())
     gc.unfreeze()
     yield
-    assert gc.get_freeze_count() == 0
+    assert not is_frozen()
     gc.enable()
     gc.collect()
     gc.freeze()  # as conftest.py has it
@@ -37,12 +44,12 @@ def test_held_until_the_last_owner_lets_go():
     garbage.hold(one)
     garbage.hold(other)
     garbage.hold(one)
-    assert gc.get_freeze_count() > 1000
+    assert is_frozen()
     garbage.release(one)
     garbage.release(one)
-    assert gc.get_freeze_count() > 1000
+    assert is_frozen()
     garbage.release(other)
-    assert gc.get_freeze_count() == 0
+    assert not is_frozen()
 
 
 def test_what_is_garbage_is_collected_all_the_same():
@@ -55,7 +62,7 @@ def test_what_is_garbage_is_collected_all_the_same():
     assert dead() is not None  # out of an ordinary collection's sight
     garbage.collect()
     assert dead() is None
-    assert gc.get_freeze_count() > 1000
+    assert is_frozen()
     young = weakref.ref(Cycle())
     gc.collect()
     assert young() is None
@@ -77,7 +84,7 @@ def test_let_go_of_though_something_was_frozen_before():
 def test_collection_turned_off_is_left_off():
     gc.disable()
     garbage.hold(owner := object())
-    assert gc.get_freeze_count() == 0
+    assert not is_frozen()
     garbage.release(owner)
     assert not gc.isenabled()
 
@@ -94,9 +101,9 @@ def test_a_plan_that_nobody_holds_or_has_closed_ends_when_the_next_one_opens_its
     garbage.hold(backend)
     del trainer
     gc.collect()
-    assert gc.get_freeze_count() > 1000
+    assert is_frozen()
     CudaBackend(0)
-    assert gc.get_freeze_count() == 0
+    assert not is_frozen()
 
 
 def test_settles_after_the_first_step_of_each_graph_and_not_again(monkeypatch):
@@ -122,7 +129,7 @@ def test_nothing_of_a_closed_plan_stays_on_the_device():
         with slidedp.compile(PlainGPT(width=256), device="cuda", optimizer=slidedp.AdamW(lr=1e-3), measure=False) as plan:
             plan.run(lm_batch())
             plan.synchronize()
-            assert gc.get_freeze_count() > 1000
+            assert is_frozen()
             assert torch.cuda.memory_allocated() > before + (1 << 20)
         del plan
         gc.collect()

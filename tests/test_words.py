@@ -84,6 +84,14 @@ def test_exchange_and_losses_over_many_steps_with_random_delays(make_ranks):
     assert in_threads(ranks, run) == [True] * 3
 
 
+def test_losses_are_added_one_after_the_other(make_ranks):
+    """With the bits of a loop on every Python; `sum` would give 2.0 from Python 3.12 on."""
+    ranks = make_ranks(4)
+    for words, value in zip(ranks, (1.0, 1e100, 1.0, -1e100), strict=True):
+        words.post_loss(1, value)
+    assert [words.loss_sum(1) for words in ranks] == [0.0] * 4
+
+
 def test_exchanges_back_to_back_with_one_slow_reader(make_ranks):
     ranks = make_ranks(2)
     ranks[0].__class__ = SlowReader
