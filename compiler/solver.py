@@ -19,16 +19,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidedp.compiler.choices import RESIDENT
+from slidedp.compiler.counts import count_bound
 from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
+from slidedp.compiler.exchange import TRY
 from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.proven import Proven, prove
 from slidedp.compiler.relaxation import Bounded, tighten
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import descend, feasible, period_of, simplify
-from slidedp.compiler.structured import search_structured
+from slidedp.compiler.structured import StructuredSearch
 
 RESOLUTION = 1_000_000
 """Units that a step is cut into, about. Times are rounded down to whole ones, so that what is proven for them is for the true
@@ -39,6 +41,8 @@ TIME_LIMIT = 4.0
 SECOND_PHASE = 0.05
 AGAIN = 0.4
 """Share of the time for an earlier plan of the very same problem, which is not within the gap asked for."""
+TO_COUNT, TO_PAIR = 0.2, 0.2
+"""Shares of the time for the bound of counts.py, and for pairs of counts of the structured plan."""
 SHORTEST_RUN = 0.1
 """Deterministic seconds with which CP-SAT is worth starting."""
 CHANGE_COST = 2
@@ -122,20 +126,28 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
 
     `known`: a bound that needs no proof.
     """
+    bound, work = known, 0.0
     if hinted is not None:
         period = period_of(graph, hinted)
         if period <= known * (1 + gap):
             return Bounded(hinted, period, known, 0.0)
-        bound = max(known, cycle_bound(graph, rows, hinted))
-        start = tighten(graph, rows, hinted, period, bound, gap, time_limit, rounds=1)
-        if period <= start.bound * (1 + gap):
-            return replace(start, selection=hinted, period=period)
-    found, period = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
-    bound, work = max(known, cycle_bound(graph, rows, found)), 0.0
-    if period > bound * (1 + gap) and (other := search_structured(graph, rows, rerouted=True)) and other[1] < period:
-        found, period = other
+        bound, work = prove_at_once(graph, rows, hinted, period, known, gap, time_limit)
+        start = tighten(graph, rows, hinted, period, bound, gap, time_limit - work, rounds=1)
+        bound, work = start.bound, work + start.work
+        if period <= bound * (1 + gap):
+            return Bounded(hinted, period, bound, work)
+    search = StructuredSearch(graph, rows)
+    shape = search.run()
+    found, period = (search.selection(shape), search.period(shape)) if shape else descend(graph, rows, graph.choices.default)
+    if hinted is None:
+        bound, work = prove_at_once(graph, rows, found, period, known, gap, time_limit)
+    if shape and period > bound * (1 + gap):
+        others = [other for other in (search.run(alike) for alike in (search.rerouted(),) if alike) if other]
+        shape = min((shape, *others), key=search.period)
+        tries = time_limit * TO_PAIR / (TRY * len(graph.edges) ** 2)
+        shape = search.nearby(shape, int(bound * (1 + gap)), int(tries))
+        found, period = search.selection(shape), search.period(shape)
     if hinted is not None:
-        bound, work = max(bound, start.bound), start.work
         if start.period < period * (1 - gap):
             found, period = start.selection, start.period
         if (earlier := period_of(graph, hinted)) <= period * (1 + gap):
@@ -146,6 +158,15 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
     if hinted is not None and (period := period_of(graph, hinted)) <= end.bound * (1 + gap):
         end = replace(end, selection=hinted, period=period)  # good enough after all
     return replace(end, work=end.work + work)
+
+
+def prove_at_once(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int], period: int, known: int, gap: float,
+                  time_limit: float) -> tuple[int, float]:  # fmt: skip
+    """(a bound, deterministic seconds): what is proven without a search for plans, as far as `selection` of `period` needs it."""
+    bound = max(known, cycle_bound(graph, rows, selection))
+    if period <= bound * (1 + gap) or not feasible(rows, selection):
+        return bound, 0.0
+    return count_bound(graph, rows, bound, int(period / (1 + gap)), gap, time_limit * TO_COUNT)
 
 
 @dataclass(frozen=True, slots=True)

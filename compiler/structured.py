@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations, product
 
 from slidedp.compiler.choices import Family
 from slidedp.compiler.decisions import Source
@@ -39,6 +40,10 @@ GRID = 8
 """Parts that the range of a count is cut into at first."""
 FREE = 5e-4
 """Share of a step that a plainer plan may cost."""
+WORTH = 1e-4
+"""Share of a step that two counts changed together have to save."""
+NEARBY = (1, -1, 2, -2)
+"""Small changes of a count, the smallest first."""
 COUNTS = ("ends", "resident", "scattered", "held", "offloaded", "other_source")
 """Counts that are searched; `retained` follows from the room that they leave."""
 GIVEN_UP = ("held", "scattered", "resident", "ends")
@@ -229,6 +234,42 @@ class StructuredSearch:
             if shape is not None and self.better(shape, best):
                 best = shape
         return best
+
+    def nearby(self, best: Shape, target: int, tries: int) -> Shape:
+        """From `best` on, two counts at a time, one of them by little, until a step takes `target` units at most, or no two
+        make it shorter, or `tries` steps have been looked at.
+
+        What one count costs another may save: with a resident layer less the GPU has less to do, but the host too much, unless
+        more of the weights come from the other source. Neither change is any good alone.
+        """
+        tried: set[Shape] = set()
+        while (period := self.period(best)) > target:
+            allowed = max(target, int(period * (1 - WORTH)))
+            for shape in self.pairs(best):
+                if shape not in tried and self.fits(shape) and self.graph.floor(self.selection(shape)) <= allowed:
+                    tries -= 1
+                    if tries < 0 or self.is_period(shape, allowed):
+                        break
+                tried.add(shape)
+            else:
+                return best
+            if tries < 0:
+                return best
+            best = shape
+        return best
+
+    def pairs(self, best: Shape) -> Iterator[Shape]:
+        """`best` with one count changed by little, and each value of another on a grid and near its own: as it is, and filled."""
+        for one, other in permutations((*COUNTS, "retained"), 2):
+            most = self.most(other)
+            grid = {getattr(best, other) + by for by in (0, *NEARBY)} | {*range(0, most, max(1, -(-most // GRID))), most}
+            for change, value in product(NEARBY, sorted(grid)):
+                changed = getattr(best, one) + change
+                if 0 <= changed <= self.most(one) and 0 <= value <= most:
+                    shape = _with(_with(best, one, changed), other, value)
+                    yield shape
+                    if "retained" not in (one, other) and (filled := self.filled(shape)) is not None:
+                        yield filled
 
     def better(self, shape: Shape, than: Shape) -> bool:
         period = self.period(than)

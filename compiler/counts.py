@@ -1,0 +1,297 @@
+"""A bound of the period that counts layers: how many of a stretch have each option, not which.
+
+In the program of relaxation.py every layer has its own choices. Of 80 layers that are alike, whatever adds up over a step (what
+keeps a stream busy, a memory row, a shared rate) is the same for all plans in which as many have an option, and a search that
+proves a bound meets each of these plans in turn. Here consecutive layers are one stretch, and a variable says how many of them
+have an option: some hundred integers, whose best value is proven in a tenth of a second. A stretch is one layer at the ends of
+the depth, where it matters which, and twice as many each time further in. What else is known of times holds here too, if it is
+said of stretches:
+
+    sums      over all layers of a stretch their terms are no less than the count of each option times the least that any of the
+              stretch has for it, which for sums over the step is what each has
+    maxima    a buffer as large as the largest asks for is paid for in full by the first layer that needs it
+    gaps      of the GPU's gaps, the sum behind the ops of one stretch in one direction is a variable. What has to wait inside
+              some ops waits no longer than all gaps of the stretches that these are of
+
+Every plan has counts, with which all of this holds: no plan has a shorter step than the program's optimum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, product
+from typing import Any
+
+from slidedp.compiler.detours import Detours, Stall, add
+from slidedp.compiler.eventgraph import EventGraph, Linear
+from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.nested import Nested
+from slidedp.compiler.ops import Stream
+from slidedp.compiler.relaxation import beats
+from slidedp.compiler.runlength import layer_index
+
+NEAR = 0.1
+"""Share of the gap asked for that may be left between the program's best counts and its bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """``a * T + sum of gaps[block] * times >= need``: `gaps` by block, `need` in counts."""
+
+    steps: int
+    gaps: tuple[tuple[int, int], ...]
+    need: Linear
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counting program of `graph` under `rows`."""
+
+    graph: EventGraph
+    rows: Sequence[MemoryRow]
+    fine: bool = True
+
+    # ---- stretches ----
+
+    @cached_property
+    def detours(self) -> Detours:
+        return Detours(self.graph)
+
+    @cached_property
+    def sums(self) -> list[tuple[int, Linear]]:
+        """(steps, what they are no shorter than): every stream but the GPU, the updates, the shared rates."""
+        graph = self.graph
+        found = [(1, add([e.busy for e in graph.events if e.stream is s])) for s in graph.streams if s is not Stream.GPU]
+        found.append((1, add([w.duration for w in graph.works])))
+        return found + [(e.distance, e.weight) for e in graph.edges if e.src == e.dst]
+
+    @cached_property
+    def busy(self) -> Linear:
+        """Of the GPU."""
+        return add([e.busy for e in self.graph.events if e.stream is Stream.GPU])
+
+    @cached_property
+    def stretches(self) -> list[list[list[int]]]:
+        """Stretches of groups: the families of each, in one order."""
+        families = self.graph.choices.families
+        members: dict[str, list[int]] = defaultdict(list)
+        for i, f in enumerate(families):
+            members[f.group].append(i)
+        tables: dict[int, list[object]] = defaultdict(list)
+        for at, linear in enumerate([self.busy, *(linear for _, linear in self.sums), *(row.total for row in self.rows)]):
+            for f, values in linear.terms:
+                tables[f].append((at, values))
+        for at, each in enumerate(each for row in self.rows for each in row.maxima):
+            for linear in each:
+                for f, values in linear.terms:
+                    tables[f].append((at, linear.const, values))
+        layers = [g for g in members if layer_index(g) is not None]
+        depth = {g: cut(at, len(layers)) if self.fine else (0, True) for at, g in enumerate(layers)}
+
+        def alike(group: str) -> str:
+            if group not in depth:
+                return group
+            own = [(families[i].name, families[i].options, sorted(map(str, tables[i]))) for i in members[group]]
+            return str((depth[group], own))
+
+        return [[members[g] for g in groups] for _, groups in groupby(members, alike)]
+
+    @cached_property
+    def first(self) -> dict[int, int]:
+        """Family -> the family of the first of its stretch, which stands for it."""
+        return {i: first for each in self.stretches for group in each for i, first in zip(group, each[0], strict=True)}
+
+    @cached_property
+    def size(self) -> dict[int, int]:
+        """Layers of the stretch that a first family stands for."""
+        return {i: len(each) for each in self.stretches for i in each[0]}
+
+    @cached_property
+    def block(self) -> list[int]:
+        """Of every GPU op: a number for the stretch and the direction that it is of."""
+        stretch = {self.graph.choices.families[group[0]].group: k for k, each in enumerate(self.stretches) for group in each}
+        found: list[int] = []
+        before: object = None
+        for event in self.detours.chain:
+            parts = self.graph.events[event].name.split(".")
+            own = next((stretch[p] for p in parts if p in stretch), None)
+            found.append(found[-1] + (own != before) if found else 0)
+            before = own
+        return found
+
+    def counted(self, linear: Linear) -> Linear:
+        """No more than `linear`, whichever layers have an option, in counts: families are those that stand for stretches."""
+        by_first: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for f, values in add([linear]).terms:
+            by_first[self.first[f]].append(values)
+        terms = []
+        for f, tables in by_first.items():
+            if len(tables) < self.size[f]:
+                tables.append((0,) * len(tables[0]))
+            terms.append((f, tuple(map(min, zip(*tables, strict=True)))))
+        return Linear(linear.const, tuple(terms))
+
+    # ---- what has to be waited for ----
+
+    def demands(self) -> list[Demand]:
+        d = self.detours
+        found = [Demand(steps, (), self.counted(need)) for steps, need in self.sums]
+        for i in (*d.short(), *Nested(d).inequalities()):
+            found.append(Demand(i.laps, self.blocks(i.links), self.counted(i.need)))
+        for stalls in d.stalls():
+            of: dict[int, list[Stall]] = defaultdict(list)
+            for stall in stalls:
+                of[self.first[stall.busy.terms[0][0]] if stall.busy.terms else -1].append(stall)
+            for each in (stalls, *of.values()):
+                gaps = self.blocks({k % len(d.chain) for stall in each for k in range(stall.begin, stall.end)})
+                for excess in self.excesses(each):
+                    found.append(Demand(0, gaps, self.counted(excess)))
+        return [demand for demand in dict.fromkeys(found) if self.most(demand.need) > 0]
+
+    def most(self, need: Linear) -> int:
+        return need.const + sum(max(values) * self.size[f] for f, values in need.terms)
+
+    def excesses(self, stalls: Sequence[Stall]) -> Iterator[Linear]:
+        """What `stalls` make the GPU wait for together, no term of which depends on more than one family.
+
+        A transfer that is chosen has to wait for what it takes longer than the ops in its window. Of an op whose time depends on
+        a choice, either the most that any option takes is off that, or the least, and what options take longer is off the sum,
+        whether the transfer is chosen or not. One sum for each way to say this of the families called the same.
+        """
+        d, families = self.detours, self.graph.choices.families
+        stalls = [s for s in stalls if not s.busy.const and len(s.busy.terms) == 1]
+        inside = [[d.busy(k) for k in range(s.begin + 1, s.end)] for s in stalls]
+        names = sorted({families[f].name for ops in inside for op in ops for f, _ in op.terms})
+        for most in product((True, False), repeat=len(names)):
+            at_most = {name for name, yes in zip(names, most, strict=True) if yes}
+            plus, minus = list[Linear](), list[Linear]()
+            for stall, ops in zip(stalls, inside, strict=True):
+                covered = 0
+                for op in ops:
+                    covered += op.const
+                    for f, values in op.terms:
+                        covered += max(values) if families[f].name in at_most else min(values)
+                        if families[f].name not in at_most:
+                            minus.append(Linear(0, ((f, tuple(v - min(values) for v in values)),)))
+                ((own, times),) = stall.busy.terms
+                plus.append(Linear(0, ((own, tuple(max(0, us - covered) for us in times)),)))
+            yield add(plus, minus)
+
+    def blocks(self, gaps: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        most: Counter[int] = Counter()
+        for k, times in Counter(gaps).items():
+            most[self.block[k]] = max(most[self.block[k]], times)
+        return tuple(sorted(most.items()))
+
+    # ---- the bound ----
+
+    def bound(self, lower: int, horizon: int, gap: float, time_limit: float) -> tuple[int, float]:
+        """(a period between `lower` and ``horizon + 1`` that no selection's is less than, deterministic seconds)."""
+        from ortools.sat.python import cp_model
+
+        model = _Program(self, cp_model.CpModel(), lower, horizon)
+        solver = cp_model.CpSolver()
+        p = solver.parameters
+        p.num_workers, p.random_seed, p.catch_sigint_signal = 1, 0, False
+        p.linearization_level, p.keep_all_feasible_solutions_in_presolve = 2, True  # without, 9.15 has cut off the best counts
+        p.max_deterministic_time, p.relative_gap_limit = time_limit, gap * NEAR
+        status = solver.status_name(solver.solve(model.m))
+        work = float(solver.response_proto.deterministic_time)
+        return horizon + 1 if status == "INFEASIBLE" else max(lower, int(solver.best_objective_bound)), work
+
+
+class _Program:
+    """The CP-SAT model."""
+
+    def __init__(self, of: Counts, m: Any, lower: int, horizon: int) -> None:
+        self.of, self.m = of, m
+        self.T = m.new_int_var(min(lower, horizon), horizon, "T")
+        self.gaps = [m.new_int_var(0, horizon, "") for _ in range(max(of.block, default=-1) + 1)]
+        self.busy, self.demands = of.counted(of.busy), of.demands()
+        self.totals = [of.counted(row.total) for row in of.rows]
+        self.peaks = [list(dict.fromkeys(map(of.counted, row.peaks))) for row in of.rows]
+        self.maxima = [[list(dict.fromkeys(map(self.one, each))) for each in row.maxima] for row in of.rows]
+        self.count()
+        if self.gaps:
+            m.add(self.expression(self.busy) + sum(self.gaps) == self.T)
+        for demand in self.demands:
+            idle = sum(times * self.gaps[k] for k, times in demand.gaps)
+            m.add(idle + demand.steps * self.T >= self.expression(demand.need))
+        self.memory()
+        m.minimize(self.T)
+
+    def one(self, linear: Linear) -> Linear:
+        """Of one layer: in terms of the family that stands for its own."""
+        return Linear(linear.const, tuple((self.of.first[f], values) for f, values in linear.terms))
+
+    def count(self) -> None:
+        """How many layers have each option, of those that are best in something."""
+        tables: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+        needs = [*(demand.need for demand in self.demands), self.busy, *self.totals, *(x for each in self.peaks for x in each)]
+        for linear in (*needs, *(x for row in self.maxima for each in row for x in each)):
+            for f, values in linear.terms:
+                tables[f].add(values)
+        for f, values in self.busy.terms:
+            tables[f].add(tuple(-v for v in values))  # time of the GPU also covers
+        links = self.of.graph.choices.links
+        linked = {(i, o) for k in links for i, o in ((k.a, k.a_option), (k.b, k.b_option))}
+        self.n: dict[int, list[Any]] = {}
+        for f, size in self.of.size.items():
+            options = range(len(self.of.graph.choices.families[f].options))
+            free = [o for o in options if (f, o) not in linked]
+            kept = [o for o in options if o not in free or not any(beats(a, o, tables[f]) for a in free)]
+            self.n[f] = [self.m.new_int_var(0, size, "") if o in kept else 0 for o in options]
+            self.m.add(sum(self.n[f][o] for o in kept) == size)
+        for link in links:
+            if link.a in self.n:
+                self.m.add(self.n[link.a][link.a_option] == self.n[link.b][link.b_option])
+
+    def expression(self, linear: Linear) -> Any:
+        return linear.const + sum(v * n for f, values in linear.terms for v, n in zip(values, self.n[f], strict=True) if v)
+
+    def memory(self) -> None:
+        for row, total, maxima, peaks in zip(self.of.rows, self.totals, self.maxima, self.peaks, strict=True):
+            largest = [self.largest(each) for each in maxima]
+            if peaks:
+                largest.append(self.m.new_int_var(0, row.budget, ""))
+                for peak in peaks:
+                    self.m.add(largest[-1] >= self.expression(peak))
+            self.m.add(self.expression(total) + sum(largest) <= row.budget)
+
+    def largest(self, each: Sequence[Linear]) -> Any:
+        """As large as any layer asks for that is counted somewhere."""
+        largest = self.m.new_int_var(0, 1 << 50, "")
+        for linear in each:
+            if not linear.terms:
+                self.m.add(largest >= linear.const)
+                continue
+            ((f, values),) = linear.terms
+            for size in sorted({linear.const + v for v in values} - {0}):
+                having = sum(n for v, n in zip(values, self.n[f], strict=True) if linear.const + v == size)
+                some = self.m.new_bool_var("")
+                self.m.add(having <= self.of.size[f] * some)
+                self.m.add(largest >= size * some)
+        return largest
+
+
+def cut(place: int, places: int) -> tuple[int, bool]:
+    """Equal for places of one stretch: of one place at both ends, and twice as many each time further in."""
+    from_end = min(place, places - 1 - place)
+    return from_end.bit_length(), 2 * place < places
+
+
+def count_bound(graph: EventGraph, rows: Sequence[MemoryRow], lower: int, horizon: int, gap: float,
+                time_limit: float) -> tuple[int, float]:  # fmt: skip
+    """(a period from `lower` up to ``horizon + 1`` that no selection's is less than, deterministic seconds).
+
+    All layers that are alike as one stretch, and if that is not enough by the distance from the ends of the depth.
+    """
+    bound, work = lower, 0.0
+    for fine in (False, True):
+        if bound <= horizon:
+            bound, took = Counts(graph, rows, fine).bound(bound, horizon, gap, (time_limit - work) / (1 if fine else 2))
+            work += took
+    return bound, work
