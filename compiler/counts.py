@@ -1,19 +1,18 @@
-"""A bound of the period that counts layers: how many of a stretch have each option, not which.
+"""A bound of the period that counts layers: how many have each option, not which.
 
 In the program of relaxation.py every layer has its own choices. Of 80 layers that are alike, whatever adds up over a step (what
 keeps a stream busy, a memory row, a shared rate) is the same for all plans in which as many have an option, and a search that
-proves a bound meets each of these plans in turn. Here consecutive layers are one stretch, and a variable says how many of them
-have an option: some hundred integers, whose best value is proven in a tenth of a second. A stretch is one layer at the ends of
-the depth, where it matters which, and twice as many each time further in. What else is known of times holds here too, if it is
-said of stretches:
+proves a bound meets each of these plans in turn. Here a variable says how many layers of a kind have an option: some hundred
+integers, whose best values are mostly proven in a tenth of a second. What is known of waiting holds here too, if it is said of
+all layers of a kind:
 
-    sums      over all layers of a stretch their terms are no less than the count of each option times the least that any of the
-              stretch has for it, which for sums over the step is what each has
+    sums      over layers are no less than the count of each option times the least that any of them has for it, which for sums
+              over the step is what each has
     maxima    a buffer as large as the largest asks for is paid for in full by the first layer that needs it
-    gaps      of the GPU's gaps, the sum behind the ops of one stretch in one direction is a variable. What has to wait inside
-              some ops waits no longer than all gaps of the stretches that these are of
+    gaps      of the GPU's gaps, the sum behind consecutive ops of layers of one kind is a variable. What has to wait inside
+              some ops waits no longer than all the gaps that theirs are of
 
-Every plan has counts, with which all of this holds: no plan has a shorter step than the program's optimum.
+Every plan has counts, and all of this holds for them: no plan has a shorter step than the program's optimum.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from slidedp.compiler.detours import Detours, Stall, add
@@ -39,7 +38,7 @@ NEAR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """``a * T + sum of gaps[block] * times >= need``: `gaps` by block, `need` in counts."""
+    """``steps * T + sum of gaps >= need``: `gaps` as (block, how often it counts), `need` in counts."""
 
     steps: int
     gaps: tuple[tuple[int, int], ...]
@@ -52,9 +51,8 @@ class Counts:
 
     graph: EventGraph
     rows: Sequence[MemoryRow]
-    fine: bool = True
 
-    # ---- stretches ----
+    # ---- what is counted together ----
 
     @cached_property
     def detours(self) -> Detours:
@@ -74,56 +72,45 @@ class Counts:
         return add([e.busy for e in self.graph.events if e.stream is Stream.GPU])
 
     @cached_property
-    def stretches(self) -> list[list[list[int]]]:
-        """Stretches of groups: the families of each, in one order."""
+    def kinds(self) -> list[list[list[int]]]:
+        """Layers that are alike in all that is a sum or a maximum over the step, each as its families, in one order."""
         families = self.graph.choices.families
         members: dict[str, list[int]] = defaultdict(list)
         for i, f in enumerate(families):
             members[f.group].append(i)
-        tables: dict[int, list[object]] = defaultdict(list)
-        for at, linear in enumerate([self.busy, *(linear for _, linear in self.sums), *(row.total for row in self.rows)]):
-            for f, values in linear.terms:
-                tables[f].append((at, values))
-        for at, each in enumerate(each for row in self.rows for each in row.maxima):
-            for linear in each:
-                for f, values in linear.terms:
-                    tables[f].append((at, linear.const, values))
-        layers = [g for g in members if layer_index(g) is not None]
-        depth = {g: cut(at, len(layers)) if self.fine else (0, True) for at, g in enumerate(layers)}
-
-        def alike(group: str) -> str:
-            if group not in depth:
-                return group
-            own = [(families[i].name, families[i].options, sorted(map(str, tables[i]))) for i in members[group]]
-            return str((depth[group], own))
-
-        return [[members[g] for g in groups] for _, groups in groupby(members, alike)]
+        tables: dict[int, list[str]] = defaultdict(list)
+        sums = [self.busy, *(linear for _, linear in self.sums), *(row.total for row in self.rows)]
+        maxima = [each for row in self.rows for each in row.maxima]
+        for at, linears in enumerate([*([linear + -linear.const] for linear in sums), *maxima]):
+            for linear in linears:
+                for i, values in linear.terms:
+                    tables[i].append(f"{at} {linear.const} {values}")
+        alike: dict[str, list[list[int]]] = defaultdict(list)
+        for group, own in members.items():
+            what = [(families[i].name, families[i].options, sorted(tables[i])) for i in own]
+            alike[group if layer_index(group) is None else str(what)].append(own)
+        return list(alike.values())
 
     @cached_property
     def first(self) -> dict[int, int]:
-        """Family -> the family of the first of its stretch, which stands for it."""
-        return {i: first for each in self.stretches for group in each for i, first in zip(group, each[0], strict=True)}
+        """Family -> that of the first layer of its kind, which stands for it."""
+        return {i: first for kind in self.kinds for own in kind for i, first in zip(own, kind[0], strict=True)}
 
     @cached_property
     def size(self) -> dict[int, int]:
-        """Layers of the stretch that a first family stands for."""
-        return {i: len(each) for each in self.stretches for i in each[0]}
+        """How many a first family stands for."""
+        return {i: len(kind) for kind in self.kinds for i in kind[0]}
 
     @cached_property
     def block(self) -> list[int]:
-        """Of every GPU op: a number for the stretch and the direction that it is of."""
-        stretch = {self.graph.choices.families[group[0]].group: k for k, each in enumerate(self.stretches) for group in each}
-        found: list[int] = []
-        before: object = None
-        for event in self.detours.chain:
-            parts = self.graph.events[event].name.split(".")
-            own = next((stretch[p] for p in parts if p in stretch), None)
-            found.append(found[-1] + (own != before) if found else 0)
-            before = own
-        return found
+        """Of every GPU op: the number of the block of consecutive ops, all of layers of one kind, that it is in."""
+        kind_of = {self.graph.choices.families[own[0]].group: k for k, kind in enumerate(self.kinds) for own in kind}
+        events = self.graph.events
+        kinds = [next((kind_of[part] for part in events[i].name.split(".") if part in kind_of), -1) for i in self.detours.chain]
+        return [*accumulate((int(a != b) for a, b in pairwise(kinds)), initial=0)] if kinds else []
 
     def counted(self, linear: Linear) -> Linear:
-        """No more than `linear`, whichever layers have an option, in counts: families are those that stand for stretches."""
+        """No more than `linear`, whichever layers have an option, in counts: its families stand for kinds."""
         by_first: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for f, values in add([linear]).terms:
             by_first[self.first[f]].append(values)
@@ -137,6 +124,7 @@ class Counts:
     # ---- what has to be waited for ----
 
     def demands(self) -> list[Demand]:
+        """All that some counts may not have for nothing."""
         d = self.detours
         found = [Demand(steps, (), self.counted(need)) for steps, need in self.sums]
         for i in (*d.short(), *Nested(d).inequalities()):
@@ -157,9 +145,9 @@ class Counts:
     def excesses(self, stalls: Sequence[Stall]) -> Iterator[Linear]:
         """What `stalls` make the GPU wait for together, no term of which depends on more than one family.
 
-        A transfer that is chosen has to wait for what it takes longer than the ops in its window. Of an op whose time depends on
-        a choice, either the most that any option takes is off that, or the least, and what options take longer is off the sum,
-        whether the transfer is chosen or not. One sum for each way to say this of the families called the same.
+        One that is chosen makes it wait for what it takes longer than the ops in its window. Of an op whose time depends on a
+        choice, either the most that any option takes is off that, or the least, and what the option chosen takes longer is off
+        the sum, whether the transfer is chosen or not. One sum for each way to say this of the families called the same.
         """
         d, families = self.detours, self.graph.choices.families
         stalls = [s for s in stalls if not s.busy.const and len(s.busy.terms) == 1]
@@ -185,22 +173,6 @@ class Counts:
         for k, times in Counter(gaps).items():
             most[self.block[k]] = max(most[self.block[k]], times)
         return tuple(sorted(most.items()))
-
-    # ---- the bound ----
-
-    def bound(self, lower: int, horizon: int, gap: float, time_limit: float) -> tuple[int, float]:
-        """(a period between `lower` and ``horizon + 1`` that no selection's is less than, deterministic seconds)."""
-        from ortools.sat.python import cp_model
-
-        model = _Program(self, cp_model.CpModel(), lower, horizon)
-        solver = cp_model.CpSolver()
-        p = solver.parameters
-        p.num_workers, p.random_seed, p.catch_sigint_signal = 1, 0, False
-        p.linearization_level, p.keep_all_feasible_solutions_in_presolve = 2, True  # without, 9.15 has cut off the best counts
-        p.max_deterministic_time, p.relative_gap_limit = time_limit, gap * NEAR
-        status = solver.status_name(solver.solve(model.m))
-        work = float(solver.response_proto.deterministic_time)
-        return horizon + 1 if status == "INFEASIBLE" else max(lower, int(solver.best_objective_bound)), work
 
 
 class _Program:
@@ -277,21 +249,17 @@ class _Program:
         return largest
 
 
-def cut(place: int, places: int) -> tuple[int, bool]:
-    """Equal for places of one stretch: of one place at both ends, and twice as many each time further in."""
-    from_end = min(place, places - 1 - place)
-    return from_end.bit_length(), 2 * place < places
-
-
 def count_bound(graph: EventGraph, rows: Sequence[MemoryRow], lower: int, horizon: int, gap: float,
                 time_limit: float) -> tuple[int, float]:  # fmt: skip
-    """(a period from `lower` up to ``horizon + 1`` that no selection's is less than, deterministic seconds).
+    """(a period between `lower` and ``horizon + 1`` that no selection's is less than, deterministic seconds)."""
+    from ortools.sat.python import cp_model
 
-    All layers that are alike as one stretch, and if that is not enough by the distance from the ends of the depth.
-    """
-    bound, work = lower, 0.0
-    for fine in (False, True):
-        if bound <= horizon:
-            bound, took = Counts(graph, rows, fine).bound(bound, horizon, gap, (time_limit - work) / (1 if fine else 2))
-            work += took
-    return bound, work
+    model = _Program(Counts(graph, rows), cp_model.CpModel(), lower, horizon)
+    solver = cp_model.CpSolver()
+    p = solver.parameters
+    p.num_workers, p.random_seed, p.catch_sigint_signal = 1, 0, False
+    p.linearization_level, p.keep_all_feasible_solutions_in_presolve = 2, True  # without, 9.15 cuts off optima: NOTES.md
+    p.max_deterministic_time, p.relative_gap_limit = time_limit, gap * NEAR
+    status = solver.status_name(solver.solve(model.m))
+    work = float(solver.response_proto.deterministic_time)
+    return horizon + 1 if status == "INFEASIBLE" else max(lower, int(solver.best_objective_bound)), work

@@ -1,15 +1,15 @@
 """What the host's updates make the GPU wait for: all that are due by one of its ops, in one window of the step.
 
-An update begins when its gradient is home and is done when the next step's weights leave, which are behind some GPU op and before
-another: a window. Gradients come home in the order in which the next step is last to need them, so that the windows of updates
-1..k, by deadline, are all inside one, and
+An update begins when its gradient is home and is done when the next step's weights leave: behind one GPU op and before another,
+which is its window. Gradients come home in the order in which the next step is last to need them, so that the windows of
+updates 1..k, by deadline, are all inside that of k, or are widened until they are, and
 
-    start of the last GPU op before  +  T  >=  end of the first GPU op behind  +  the time of updates 1..k
+    start of the GPU op before  +  T  >=  end of the GPU op behind  +  the time of updates 1..k
 
-whatever is chosen. An update that takes no time, that of state in HBM, asks for nothing: let h be the last of 1..k that takes some.
-The event graph's own edge for h says this of 1..h, which are all of 1..k that take time, and of h's window, which is inside. Unlike
-that edge, no term of this is switched off where h is resident: it is as tight for fractions of options as for whole ones, and says
-that whatever is left to the host has one step, less the turn around its last layer. (Demand criterion, as in eventgraph.py.)
+whatever is chosen. Updates of state in HBM take no time of the host, and ask for nothing: let h be the last of 1..k that takes
+some. The event graph's own edge for h says this of 1..h, which are all of 1..k that take time, and of h's window, which is
+inside. Unlike that edge no term of this is switched off where k is resident: it is as tight for fractions of options as for whole
+ones. All that is left to the host has a step less the turn around its last layer. (Demand criterion, as in eventgraph.py.)
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from slidedp.compiler.search import Partners, choose, partners_of
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Updates up to number `last` are done between the end of GPU op `behind` and the start of `before`: places in the chain,
-    counted on around the step.
+    """Updates up to number `last` are done between the end of GPU op `behind` and the start of GPU op `before`.
+
+    GPU ops by their place in the chain, counted on around the step.
     """
 
     last: int
@@ -69,7 +70,7 @@ class Nested:
         return ANYTHING
 
     def begin(self, e: TimedEdge, taken: Linear, queues: Queues) -> int:
-        """The last GPU op over when `e` begins, whenever `taken` is some time; -FAR if there is none, or `e` may be off then."""
+        """The last GPU op over when `e` begins, whenever `taken` is some time; -FAR if there is none, or `e` may be off."""
         at = self.detours.place.get(e.src)
         if not always(taken, e.weight, ZERO if at is None else self.detours.busy(at)):
             return -FAR

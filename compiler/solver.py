@@ -1,7 +1,8 @@
 """The plan with the shortest step: a structured search finds one that reads well, and OR-Tools prove how good it is, or beat it.
 
     structured    structured.py: all layers of a kind alike but for a few counts, by the period of the event graph
-    bound         cyclebound.py: a linear program over critical cycles, which no plan's period can be less than
+    bound         cyclebound.py: a linear program over critical cycles, which no plan's period can be less than; and
+                  counts.py, an integer program over how many layers have each option
     tightening    relaxation.py, where the two are further apart than the gap asked for: an integer program that proves a better
                   bound, and proposes better plans
     CP-SAT        where they still are: all of the event graph, from the best plan so far on
@@ -23,7 +24,6 @@ from slidedp.compiler.counts import count_bound
 from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
-from slidedp.compiler.exchange import TRY
 from slidedp.compiler.maxplus import Cycle, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.proven import Proven, prove
@@ -41,8 +41,8 @@ TIME_LIMIT = 4.0
 SECOND_PHASE = 0.05
 AGAIN = 0.4
 """Share of the time for an earlier plan of the very same problem, which is not within the gap asked for."""
-TO_COUNT, TO_PAIR = 0.2, 0.2
-"""Shares of the time for the bound of counts.py, and for pairs of counts of the structured plan."""
+TO_COUNT = 0.2
+"""Share of the time for the bound of counts.py."""
 SHORTEST_RUN = 0.1
 """Deterministic seconds with which CP-SAT is worth starting."""
 CHANGE_COST = 2
@@ -141,11 +141,11 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
     found, period = (search.selection(shape), search.period(shape)) if shape else descend(graph, rows, graph.choices.default)
     if hinted is None:
         bound, work = prove_at_once(graph, rows, found, period, known, gap, time_limit)
-    if shape and period > bound * (1 + gap):
-        others = [other for other in (search.run(alike) for alike in (search.rerouted(),) if alike) if other]
-        shape = min((shape, *others), key=search.period)
-        tries = time_limit * TO_PAIR / (TRY * len(graph.edges) ** 2)
-        shape = search.nearby(shape, int(bound * (1 + gap)), int(tries))
+    target = int(bound * (1 + gap))
+    if shape and period > target:
+        shape = search.nearby(shape, target)
+        if search.period(shape) > target and (alike := search.rerouted()) and (other := search.run(alike)):
+            shape = min(shape, search.nearby(other, target), key=search.period)
         found, period = search.selection(shape), search.period(shape)
     if hinted is not None:
         if start.period < period * (1 - gap):
@@ -162,7 +162,7 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
 
 def prove_at_once(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int], period: int, known: int, gap: float,
                   time_limit: float) -> tuple[int, float]:  # fmt: skip
-    """(a bound, deterministic seconds): what is proven without a search for plans, as far as `selection` of `period` needs it."""
+    """(a bound, deterministic seconds): what needs no search for plans, as far as `selection` of `period` asks for it."""
     bound = max(known, cycle_bound(graph, rows, selection))
     if period <= bound * (1 + gap) or not feasible(rows, selection):
         return bound, 0.0

@@ -23,16 +23,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import permutations, product
 
 from slidedp.compiler.choices import Family
 from slidedp.compiler.decisions import Source
-from slidedp.compiler.eventgraph import EventGraph
-from slidedp.compiler.maxplus import is_period
+from slidedp.compiler.eventgraph import EventGraph, TimedEdge
+from slidedp.compiler.maxplus import is_period, max_cycle_ratio, positive_cycle
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.runlength import layer_index
-from slidedp.compiler.search import choose, feasible, partners_of, period_of
+from slidedp.compiler.search import choose, feasible, is_longer, partners_of, period_of
 
 OTHER_SOURCE: dict[object, Source] = {Source.CAST: Source.SHADOW, Source.SHADOW: Source.CAST}
 MAX_SWEEPS = 4
@@ -40,8 +41,6 @@ GRID = 8
 """Parts that the range of a count is cut into at first."""
 FREE = 5e-4
 """Share of a step that a plainer plan may cost."""
-WORTH = 1e-4
-"""Share of a step that two counts changed together have to save."""
 NEARBY = (1, -1, 2, -2)
 """Small changes of a count, the smallest first."""
 COUNTS = ("ends", "resident", "scattered", "held", "offloaded", "other_source")
@@ -235,41 +234,55 @@ class StructuredSearch:
                 best = shape
         return best
 
-    def nearby(self, best: Shape, target: int, tries: int) -> Shape:
+    def nearby(self, best: Shape, target: int) -> Shape:
         """From `best` on, two counts at a time, one of them by little, until a step takes `target` units at most, or no two
-        make it shorter, or `tries` steps have been looked at.
+        make it shorter.
 
         What one count costs another may save: with a resident layer less the GPU has less to do, but the host too much, unless
         more of the weights come from the other source. Neither change is any good alone.
         """
         tried: set[Shape] = set()
+        cycles: list[Sequence[TimedEdge]] = []
+
+        def shorter(best: Shape, allowed: int) -> Shape | None:
+            for pair in self.pairs(best):
+                if pair in tried:
+                    continue
+                tried.add(pair)
+                for shape in (pair, self.filled(pair) if pair.retained == best.retained else None):
+                    if shape is None or not self.fits(shape) or self.too_long(shape, allowed, cycles):
+                        continue
+                    if not (cycle := positive_cycle(self.graph, self.selection(shape), Fraction(allowed))):
+                        return shape
+                    cycles.insert(0, cycle)
+            return None
+
         while (period := self.period(best)) > target:
-            allowed = max(target, int(period * (1 - WORTH)))
-            for shape in self.pairs(best):
-                if shape not in tried and self.fits(shape) and self.graph.floor(self.selection(shape)) <= allowed:
-                    tries -= 1
-                    if tries < 0 or self.is_period(shape, allowed):
-                        break
-                tried.add(shape)
-            else:
-                return best
-            if tries < 0:
-                return best
-            best = shape
+            cycles.insert(0, max_cycle_ratio(self.graph, self.selection(best)).edges)
+            found = shorter(best, max(target, int(period * (1 - FREE))))
+            if found is None:
+                break
+            best = found
         return best
 
     def pairs(self, best: Shape) -> Iterator[Shape]:
-        """`best` with one count changed by little, and each value of another on a grid and near its own: as it is, and filled."""
-        for one, other in permutations((*COUNTS, "retained"), 2):
-            most = self.most(other)
-            grid = {getattr(best, other) + by for by in (0, *NEARBY)} | {*range(0, most, max(1, -(-most // GRID))), most}
-            for change, value in product(NEARBY, sorted(grid)):
-                changed = getattr(best, one) + change
-                if 0 <= changed <= self.most(one) and 0 <= value <= most:
-                    shape = _with(_with(best, one, changed), other, value)
-                    yield shape
-                    if "retained" not in (one, other) and (filled := self.filled(shape)) is not None:
-                        yield filled
+        """`best` with one count changed by little, and another by little or to any value on a grid."""
+        for change, (one, other) in product(NEARBY, permutations((*COUNTS, "retained"), 2)):
+            changed, here, most = getattr(best, one) + change, getattr(best, other), self.most(other)
+            values = {here, *(here + by for by in NEARBY), *range(0, most, max(1, -(-most // GRID))), most}
+            if 0 <= changed <= self.most(one):
+                yield from (_with(_with(best, one, changed), other, value) for value in sorted(values) if 0 <= value <= most)
+
+    def too_long(self, shape: Shape, allowed: int, cycles: list[Sequence[TimedEdge]]) -> bool:
+        """True if a stream or one of `cycles`, of which the useful ones go to the front, takes longer than `allowed`."""
+        selection = self.selection(shape)
+        if self.graph.floor(selection) > allowed:
+            return True
+        for at, cycle in enumerate(cycles):
+            if is_longer(self.graph, cycle, selection, allowed):
+                cycles.insert(at // 2, cycles.pop(at))
+                return True
+        return False
 
     def better(self, shape: Shape, than: Shape) -> bool:
         period = self.period(than)
