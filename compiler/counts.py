@@ -221,6 +221,19 @@ class _Program:
             if link.a in self.n:
                 self.m.add(self.n[link.a][link.a_option] == self.n[link.b][link.b_option])
 
+    def selection(self, solver: Any) -> tuple[int, ...]:
+        """One that has the counts found. The options that are linked come first, so that the same layers have all of them."""
+        families = self.of.graph.choices.families
+        chosen = [0] * len(families)
+        for kind in self.of.kinds:
+            for place, first in enumerate(kind[0]):
+                linked = families[first].resident or 0
+                order = [linked, *(o for o in range(len(families[first].options)) if o != linked)]
+                having = [o for o in order for _ in range(int(solver.value(self.n[first][o])))]
+                for own, o in zip(kind, having, strict=True):
+                    chosen[own[place]] = o
+        return tuple(chosen)
+
     def expression(self, linear: Linear) -> Any:
         return linear.const + sum(v * n for f, values in linear.terms for v, n in zip(values, self.n[f], strict=True) if v)
 
@@ -250,8 +263,10 @@ class _Program:
 
 
 def count_bound(graph: EventGraph, rows: Sequence[MemoryRow], lower: int, horizon: int, gap: float,
-                time_limit: float) -> tuple[int, float]:  # fmt: skip
-    """(a period between `lower` and ``horizon + 1`` that no selection's is less than, deterministic seconds)."""
+                time_limit: float) -> tuple[int, float, tuple[int, ...] | None]:  # fmt: skip
+    """(a period between `lower` and ``horizon + 1`` that no selection's is less than, deterministic seconds, a selection that
+    has the best counts found, which tells nothing of where).
+    """
     from ortools.sat.python import cp_model
 
     model = _Program(Counts(graph, rows), cp_model.CpModel(), lower, horizon)
@@ -262,4 +277,7 @@ def count_bound(graph: EventGraph, rows: Sequence[MemoryRow], lower: int, horizo
     p.max_deterministic_time, p.relative_gap_limit = time_limit, gap * NEAR
     status = solver.status_name(solver.solve(model.m))
     work = float(solver.response_proto.deterministic_time)
-    return horizon + 1 if status == "INFEASIBLE" else max(lower, int(solver.best_objective_bound)), work
+    if status == "INFEASIBLE":
+        return horizon + 1, work, None
+    bound = max(lower, int(solver.best_objective_bound))
+    return bound, work, model.selection(solver) if status in ("OPTIMAL", "FEASIBLE") else None

@@ -126,12 +126,12 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
 
     `known`: a bound that needs no proof.
     """
-    bound, work = known, 0.0
+    bound, work, counted = known, 0.0, None
     if hinted is not None:
         period = period_of(graph, hinted)
         if period <= known * (1 + gap):
             return Bounded(hinted, period, known, 0.0)
-        bound, work = prove_at_once(graph, rows, hinted, period, known, gap, time_limit)
+        bound, work, counted = prove_at_once(graph, rows, hinted, period, known, gap, time_limit)
         start = tighten(graph, rows, hinted, period, bound, gap, time_limit - work, rounds=1)
         bound, work = start.bound, work + start.work
         if period <= bound * (1 + gap):
@@ -140,11 +140,12 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
     shape = search.run()
     found, period = (search.selection(shape), search.period(shape)) if shape else descend(graph, rows, graph.choices.default)
     if hinted is None:
-        bound, work = prove_at_once(graph, rows, found, period, known, gap, time_limit)
+        bound, work, counted = prove_at_once(graph, rows, found, period, known, gap, time_limit)
     target = int(bound * (1 + gap))
     if shape and period > target:
         shape = search.nearby(shape, target)
-        if search.period(shape) > target and (alike := search.rerouted()) and (other := search.run(alike)):
+        others = search.other_starts(counted)
+        while search.period(shape) > target and (other := next(others, None)):
             shape = min(shape, search.nearby(other, target), key=search.period)
         found, period = search.selection(shape), search.period(shape)
     if hinted is not None:
@@ -161,11 +162,13 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
 
 
 def prove_at_once(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int], period: int, known: int, gap: float,
-                  time_limit: float) -> tuple[int, float]:  # fmt: skip
-    """(a bound, deterministic seconds): what needs no search for plans, as far as `selection` of `period` asks for it."""
+                  time_limit: float) -> tuple[int, float, tuple[int, ...] | None]:  # fmt: skip
+    """(a bound, deterministic seconds, a selection with the counts that it is of): without a search for plans, and no more than
+    `selection` of `period` asks for.
+    """
     bound = max(known, cycle_bound(graph, rows, selection))
     if period <= bound * (1 + gap) or not feasible(rows, selection):
-        return bound, 0.0
+        return bound, 0.0, None
     return count_bound(graph, rows, bound, int(period / (1 + gap)), gap, time_limit * TO_COUNT)
 
 

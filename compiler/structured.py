@@ -198,6 +198,28 @@ class StructuredSearch:
             for resident in range(len(self.states) + 1):
                 yield replace(plain, ends=ends, resident=resident)
 
+    def other_starts(self, counts: Sequence[int] | None) -> Iterator[Shape]:
+        """Good shapes that no small change of another leads to: one with the counts of a selection; one of the other route."""
+        if counts is not None and (shape := self.counted(counts)):
+            yield shape
+        if (alike := self.rerouted()) and (shape := self.run(alike)):
+            yield shape
+
+    def counted(self, selection: Sequence[int]) -> Shape | None:
+        """The best shape with as many layers resident, offloaded, held and from the other source as in `selection`, and as many
+        that retain as there is room for; None if none fits.
+        """
+        families = self.graph.choices.families
+        options = [f.options[o] for f, o in zip(families, selection, strict=True)]
+        resident = [selection[i] == families[i].resident for i in self.states]
+        ends = sum(1 << bit for bit, i in enumerate(self.ends) if selection[i] == families[i].resident)
+        others = [options[i].get("source") == OTHER_SOURCE.get(families[i].options[0]["source"]) for i in self.sources]
+        shape = Shape((0,) * len(self.kinds), ends=ends, offloaded=sum(options[i]["act"] == "offload" for i in self.acts),
+                      held=sum(options[i].get("weights") == "hold" for i in self.holds), other_source=sum(others))  # fmt: skip
+        first = range(0, sum(resident) + 1, max(1, sum(resident) // GRID))
+        placed = [self.filled(replace(shape, resident=n, scattered=sum(resident) - n)) for n in first]
+        return min((s for s in placed if s is not None), key=self.period, default=None)
+
     def rerouted(self) -> tuple[int, ...] | None:
         """The rule's options, but that gradients are summed where the rule does not; None if there is no such choice.
 

@@ -220,10 +220,11 @@ def test_counting_proves_at_once_what_layers_of_their_own_do_not() -> None:
     found = search_structured(graph, rows)
     assert found is not None
     sums, target = cycle_bound(graph, rows, found[0]), int(found[1] / 1.005)
-    bound, work = count_bound(graph, rows, sums, target, 5e-3, 0.5)
+    bound, work, none = count_bound(graph, rows, sums, target, 5e-3, 0.5)
+    assert none is None
     assert sums < bound == target + 1
     assert work < 0.5
-    assert count_bound(graph, rows, sums, target, 5e-3, 0.5) == (bound, pytest.approx(work))
+    assert count_bound(graph, rows, sums, target, 5e-3, 0.5) == (bound, pytest.approx(work), None)
     assert Relaxation(graph, rows, ()).propose(found[0], target, sums, 5e-3, 0.5)[1] < bound
 
 
@@ -277,7 +278,7 @@ def test_no_plan_is_shorter_than_the_bound(case: int, seed: int) -> None:
         assert solution.step_us == -(-max_cycle_ratio(graph, solution.selection).ratio // 1)
         start = min(fitting, key=graph.floor)
         tightened_from = tighten(graph, some, start, period_of(graph, start), 0, 0.0, 0.4)
-        counted, _ = count_bound(graph, some, 0, period_of(graph, start), 0.0, 0.4)
+        counted, *_ = count_bound(graph, some, 0, period_of(graph, start), 0.0, 0.4)
         bound = max(solution.bound_us, tightened_from.bound, counted)
         assert tightened_from.selection in fitting
         assert not any(graph.floor(s) < bound and is_period(graph, s, bound - 1) for s in fitting)
@@ -437,3 +438,24 @@ def test_two_counts_together_make_a_plan_shorter() -> None:
     assert search.fits(better)
     assert search.nearby(shape, search.period(shape)) == shape
     assert search.nearby(better, 0) == better
+
+
+def test_a_start_has_the_counts_of_the_program() -> None:
+    """What the counting program proposes fits its links and rows in counts, and a shape is made of it; a plan has its own."""
+    layers, hw = qwen3_4b(4), load_profile("h200x1")
+    graph, rows = analytic(layers, hw)
+    search = StructuredSearch(graph, rows)
+    shape = search.run()
+    assert shape is not None
+    _, _, counts = count_bound(graph, rows, 0, search.period(shape), 5e-3, 0.5)
+    assert counts is not None
+    assert all((counts[k.a] == k.a_option) == (counts[k.b] == k.b_option) for k in graph.choices.links)
+    start = next(search.other_starts(counts))
+    families = graph.choices.families
+    assert start.resident + start.scattered == sum(counts[i] == families[i].resident for i in search.states) > 0
+    assert start.other_source == sum(families[i].options[counts[i]].get("source") == "cast" for i in search.sources)
+    assert search.fits(start)
+    own = search.counted(search.selection(shape))
+    assert own is not None
+    assert (own.resident + own.scattered, own.ends, own.held) == (shape.resident + shape.scattered, shape.ends, shape.held)
+    assert search.period(own) <= search.period(shape)
