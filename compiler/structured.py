@@ -70,6 +70,7 @@ class StructuredSearch:
     graph: EventGraph
     rows: Sequence[MemoryRow]
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
+    selections: dict[Shape, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         families = self.graph.choices.families
@@ -84,6 +85,7 @@ class StructuredSearch:
         states = [place[name, "state"] for name in dict.fromkeys(first_due) if (name, "state") in place]
         self.states = [i for i in states if layer_index(families[i].group) is not None]
         self.ends = [i for i in states if i not in self.states]
+        self.home = {i: next(o for o, option in enumerate(families[i].options) if option["state"] == "host") for i in states}
         self.acts = [i for i, f in reversed(list(enumerate(families))) if f.name == "act" and len(f.options) > 1]
         self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "weights", "hold") is not None]
         self.sources = [i for i, f in enumerate(families) if f.name == "weights" and layer_index(f.group) is not None
@@ -92,6 +94,11 @@ class StructuredSearch:
     # ---- what a shape means ----
 
     def selection(self, shape: Shape) -> tuple[int, ...]:
+        if shape not in self.selections:
+            self.selections[shape] = self._selection(shape)
+        return self.selections[shape]
+
+    def _selection(self, shape: Shape) -> tuple[int, ...]:
         families = self.graph.choices.families
         chosen = list(self.graph.choices.default)
         for members, option in zip(self.kinds, shape.alike, strict=True):
@@ -110,8 +117,8 @@ class StructuredSearch:
                 twin = _twin(families[i], chosen[i], "source", OTHER_SOURCE.get(families[i].options[chosen[i]].get("source")))
                 chosen[i] = chosen[i] if twin is None else twin
         for i in (*self.ends, *self.states):
-            home = next(o for o, option in enumerate(families[i].options) if option["state"] == "host")
-            choose(chosen, i, home, self.partners)
+            if chosen[i] != self.home[i]:
+                choose(chosen, i, self.home[i], self.partners)
         for i in self.residents(shape):
             resident = families[i].resident
             assert resident is not None
