@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from stacks import qwen3_4b, stack
+from stacks import looking_up, qwen3_4b, stack
 from test_eventgraph import medium
 
 from slidedp.compiler.choices import Choices, find_choices
@@ -148,11 +148,14 @@ def test_queues_hold_for_every_plan(slow: Stream) -> None:
 
 @pytest.mark.parametrize(("hw_name", "world_size"), [("h200x1", 1), ("a800x4-pcie", 4)])
 def test_what_is_counted_holds_for_every_plan(hw_name: str, world_size: int) -> None:
-    """Random plans and costs at their own shortest step: of every demand, by the counts and by the gaps of blocks."""
-    rng, binding, stalling, together = random.Random(4), 0, 0, 0
+    """Random plans and costs at their own shortest step: every demand, by the counts and by the gaps of blocks, and every window
+    of updates. Also where a table's rows are split, and where updates wait for the norm.
+    """
+    rng, binding, stalling, together, waiting = random.Random(4), 0, 0, 0, 0
     for seed in range(4):
         layers = stack(6, 60_000_000, 90_000_000, world_size=world_size, tokens=60_000, width=2048)
-        graph, choices = even(layers, hw_name, seed)
+        layers = looking_up(layers, 2000) if seed % 2 else layers
+        graph, choices = even(layers, hw_name, seed, {"update": "deferred"} if seed > 1 else None)
         hw = load_profile(hw_name)
         counts = Counts(graph, memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes))
         demands, chain = counts.demands(), counts.detours.chain
@@ -171,18 +174,22 @@ def test_what_is_counted_holds_for_every_plan(hw_name: str, world_size: int) -> 
                 assert have >= need, demand
                 binding += have == need
                 stalling += need > 0 < len(demand.gaps)
+            for i in Nested(counts.detours).inequalities():
+                assert sum(gaps[k] for k in i.links) >= i.need.at(selection)
+                waiting += i.need.at(selection) > 0
             for row in counts.rows:
                 assert counted_at(counts, counts.counted(row.total), selection) == row.total.at(selection)
                 assert all(counted_at(counts, counts.counted(peak), selection) <= peak.at(selection) for peak in row.peaks)
     assert binding > 20
     assert stalling > 40
+    assert waiting > 100
     assert together == 4
 
 
-def even(layers: LayerGraph, hw_name: str, seed: int) -> tuple[EventGraph, Choices]:
+def even(layers: LayerGraph, hw_name: str, seed: int, policy: dict[str, Any] | None = None) -> tuple[EventGraph, Choices]:
     """Costs as of `Dice`, but equal for all layers."""
     hw = load_profile(hw_name)
-    choices = find_choices(layers, default_decisions(layers, hw), chunk_counts=(1, 4))
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, chunk_counts=(1, 4))
     costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), EqualDice(seed, layers.world_size))
     return build_event_graph(layers, choices, OptionCosts(layers, hw, costs, Contention(hw, layers.world_size))), choices
 
@@ -199,17 +206,25 @@ def counted_at(counts: Counts, linear: Linear, selection: tuple[int, ...]) -> in
 
 
 def test_windows_of_updates() -> None:
-    """Of all prefixes of the updates: from the backward of the last to its next forward. One cannot be for the GPU alone."""
-    graph, _ = diced(medium(5), "h200x1", 0)
-    detours = Detours(graph)
-    windows, n = list(Nested(detours).windows()), len(detours.chain)
-    assert [w.last for w in windows] == list(range(len(graph.works)))
-    assert len(windows) == 7
-    name = [graph.events[i].name for i in detours.chain]
-    around = {graph.works[w.last].group: (name[w.behind % n], name[w.before % n], w.before // n - w.behind // n) for w in windows}
-    assert around["L03"] == ("bwd.L03", "fwd.L03", 1)
-    assert around["prologue"] == ("bwd.prologue", "prologue", 1)
-    assert around["epilogue"] == ("epilogue", "epilogue", 1)
+    """Of all prefixes of the updates: from the backward of the last to its next forward. Rows updated early are outside of that,
+    or their windows widen those of all that come behind them.
+    """
+    layers = stack(5, 60_000_000, 90_000_000, tokens=60_000, width=2048)
+    plain, _ = diced(layers, "h200x1", 0)
+    assert windows_of(plain, False) == {
+        **{f"L{i:02}": (f"bwd.L{i:02}", f"fwd.L{i:02}", 1) for i in range(5)},
+        "prologue": ("bwd.prologue", "prologue", 1), "epilogue": ("epilogue", "epilogue", 1)}  # fmt: skip
+    split, _ = diced(looking_up(layers, 2000), "h200x1", 0)
+    assert windows_of(split, True) == windows_of(plain, False)
+    assert windows_of(split, False)["L00"] == ("epilogue", "fwd.L00", 1)
+
+
+def windows_of(graph: EventGraph, outside: bool) -> dict[str, tuple[str, str, int]]:
+    """Group -> the GPU ops that its window is behind and before, and the steps between them; those with something `outside`."""
+    chain = Detours(graph).chain
+    name, n = [graph.events[i].name for i in chain], len(chain)
+    return {graph.works[w.last].group: (name[w.behind % n], name[w.before % n], w.before // n - w.behind // n)
+            for w in Nested(Detours(graph)).windows() if bool(w.outside) == outside}  # fmt: skip
 
 
 def test_counting_proves_at_once_what_layers_of_their_own_do_not() -> None:
