@@ -214,7 +214,7 @@ def test_windows_of_updates() -> None:
     assert windows_of(plain, False) == {
         **{f"L{i:02}": (f"bwd.L{i:02}", f"fwd.L{i:02}", 1) for i in range(5)},
         "prologue": ("bwd.prologue", "prologue", 1), "epilogue": ("epilogue", "epilogue", 1)}  # fmt: skip
-    split, _ = diced(looking_up(layers, 2000), "h200x1", 0)
+    split, _ = diced(looking_up(layers, 2000), "h200x1", 2)
     assert windows_of(split, True) == windows_of(plain, False)
     assert windows_of(split, False)["L00"] == ("epilogue", "fwd.L00", 1)
 
