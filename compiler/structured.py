@@ -14,7 +14,8 @@
                takes the time of several layers, and spares the update a part of its own
 
 Coordinate descent: a count takes its best value on a grid, then around it; whenever the others change, as many layers retain as
-memory has room for. In the end every count is taken back as far as that costs nothing. A step is the period of the event graph,
+memory has room for. In the end every count is taken back as far as that costs nothing. For a plan near a bound, two counts are
+changed together, from there and from the counts of counts.py. A step is the period of the event graph,
 memory is the rows'; a thousand of either take a few seconds. It proves nothing: the bound comes from elsewhere.
 """
 
@@ -333,15 +334,10 @@ class StructuredSearch:
         return best
 
 
-def search_structured(graph: EventGraph, rows: Sequence[MemoryRow], *,
-                      rerouted: bool = False) -> tuple[tuple[int, ...], int] | None:  # fmt: skip
-    """The best structured selection that fits, and its period in units; None if none fits.
-
-    `rerouted`: from the other route of the gradients on; None if there is none.
-    """
+def search_structured(graph: EventGraph, rows: Sequence[MemoryRow]) -> tuple[tuple[int, ...], int] | None:
+    """The best structured selection that fits, and its period in units; None if none fits."""
     search = StructuredSearch(graph, rows)
-    alike = search.rerouted() if rerouted else None
-    shape = search.run(alike) if alike or not rerouted else None
+    shape = search.run()
     return (search.selection(shape), search.period(shape)) if shape else None
 
 
