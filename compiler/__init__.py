@@ -21,7 +21,7 @@ the step of that graph, and the solver looks for the decisions that make it shor
         choices frames eventgraph eventbuild eventparts eventmoves eventresident eventrings eventupdates eventcosts
         maxplus search structured exchange solver
     bounds: how near to the best a plan is
-        cyclebound relaxation detours queues proven
+        cyclebound counts relaxation detours nested queues proven
     plan files, and what is recorded in them
         planfile planyaml costrecord verdict diff
     drawings of timelines and memory

@@ -48,9 +48,15 @@ class Inequality:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A transfer's excess over the ops in its window is at least each of `needs`."""
+    """The excess of a transfer that takes `busy` over the ops in its window is at least each of `needs`.
+
+    The window: behind GPU op `begin`, before GPU op `end`, by their places counted on around the step.
+    """
 
     needs: tuple[Linear, ...]
+    busy: Linear
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,7 @@ class Detours:
             exact = tightened(add([own, *ahead], inside))
             if exact:
                 least = add([own, *map(at_least, ahead)]) + -covered
-                stalls.append(Stall((exact, tightened(least) or ZERO)))
+                stalls.append(Stall((exact, tightened(least) or ZERO), busy, begin, end))
                 ends.append(end)
         return stalls
 

@@ -19,7 +19,7 @@ is all there is to say, for any timing: nothing to enumerate. The sums are prefi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -58,6 +58,17 @@ class Linear:
 
 
 ZERO = Linear()
+
+
+def total(linears: Iterable[Linear]) -> Linear:
+    """The sum, with one term a family."""
+    const, merged = 0, dict[int, list[int]]()
+    for linear in linears:
+        const += linear.const
+        for family, values in linear.terms:
+            have = merged.get(family)
+            merged[family] = [a + b for a, b in zip(have, values, strict=True)] if have else list(values)
+    return Linear(const, tuple((f, tuple(values)) for f, values in merged.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +128,16 @@ class EventGraph:
         sums = [0, *accumulate(w.duration.at(selection) for w in self.works)]
         return [e.weight.at(selection) + sums[e.num_works] for e in self.edges]
 
+    @cached_property
+    def totals(self) -> dict[Stream, Linear]:
+        """The busy time of each stream as one sum."""
+        by_stream: dict[Stream, list[Linear]] = {s: [e.busy for e in self.events if e.stream is s] for s in self.streams}
+        by_stream[Stream.CPU] = [w.duration for w in self.works]
+        return {stream: total(linears) for stream, linears in by_stream.items()}
+
     def busy_us(self, selection: Sequence[int]) -> dict[Stream, int]:
         """Busy time of each stream in one step."""
-        busy = {s: sum(e.busy.at(selection) for e in self.events if e.stream is s) for s in self.streams}
-        busy[Stream.CPU] = sum(w.duration.at(selection) for w in self.works)
+        busy = {stream: total.at(selection) for stream, total in self.totals.items()}
         return {stream: us * self.unit_us for stream, us in busy.items() if us}
 
     def floor(self, selection: Sequence[int]) -> int:

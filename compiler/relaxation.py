@@ -19,6 +19,7 @@ from slidedp.compiler.eventgraph import EventGraph, Linear
 from slidedp.compiler.exchange import exchange
 from slidedp.compiler.maxplus import max_cycle_ratio
 from slidedp.compiler.memoryrows import MemoryRow
+from slidedp.compiler.nested import Nested
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.queues import Queued, Queues
 from slidedp.compiler.search import interchange, period_of
@@ -110,7 +111,7 @@ class Relaxation:
 
     def __post_init__(self) -> None:
         self.detours = Detours(self.graph)
-        self.inequalities: list[Inequality] = list(self.detours.short())
+        self.inequalities: list[Inequality] = [*Nested(self.detours).inequalities(), *self.detours.short()]
         self.stalls = self.detours.stalls()
         queues = map(Queues(self.detours).on, self.queued)
         self.queues: list[list[Queued]] = [queue for queue in queues if 0 < len(queue) <= MAX_QUEUED]

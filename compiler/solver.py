@@ -1,7 +1,8 @@
 """The plan with the shortest step: a structured search finds one that reads well, and OR-Tools prove how good it is, or beat it.
 
     structured    structured.py: all layers of a kind alike but for a few counts, by the period of the event graph
-    bound         cyclebound.py: a linear program over critical cycles, which no plan's period can be less than
+    bound         cyclebound.py: a linear program over critical cycles, which no plan's period can be less than; and
+                  counts.py, an integer program over how many layers have each option
     tightening    relaxation.py, where the two are further apart than the gap asked for: an integer program that proves a better
                   bound, and proposes better plans
     CP-SAT        where they still are: all of the event graph, from the best plan so far on
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidedp.compiler.choices import RESIDENT
+from slidedp.compiler.counts import count_bound
 from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
@@ -28,7 +30,7 @@ from slidedp.compiler.proven import Proven, prove
 from slidedp.compiler.relaxation import Bounded, tighten
 from slidedp.compiler.runlength import layer_index
 from slidedp.compiler.search import descend, feasible, period_of, simplify
-from slidedp.compiler.structured import search_structured
+from slidedp.compiler.structured import StructuredSearch
 
 RESOLUTION = 1_000_000
 """Units that a step is cut into, about. Times are rounded down to whole ones, so that what is proven for them is for the true
@@ -39,6 +41,8 @@ TIME_LIMIT = 4.0
 SECOND_PHASE = 0.05
 AGAIN = 0.4
 """Share of the time for an earlier plan of the very same problem, which is not within the gap asked for."""
+TO_COUNT = 0.2
+"""Share of the time for the bound of counts.py."""
 SHORTEST_RUN = 0.1
 """Deterministic seconds with which CP-SAT is worth starting."""
 CHANGE_COST = 2
@@ -122,20 +126,29 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
 
     `known`: a bound that needs no proof.
     """
+    bound, work, counted = known, 0.0, None
     if hinted is not None:
         period = period_of(graph, hinted)
         if period <= known * (1 + gap):
             return Bounded(hinted, period, known, 0.0)
-        bound = max(known, cycle_bound(graph, rows, hinted))
-        start = tighten(graph, rows, hinted, period, bound, gap, time_limit, rounds=1)
-        if period <= start.bound * (1 + gap):
-            return replace(start, selection=hinted, period=period)
-    found, period = search_structured(graph, rows) or descend(graph, rows, graph.choices.default)
-    bound, work = max(known, cycle_bound(graph, rows, found)), 0.0
-    if period > bound * (1 + gap) and (other := search_structured(graph, rows, rerouted=True)) and other[1] < period:
-        found, period = other
+        bound, work, counted = prove_at_once(graph, rows, hinted, period, known, gap, time_limit)
+        start = tighten(graph, rows, hinted, period, bound, gap, time_limit - work, rounds=1)
+        bound, work = start.bound, work + start.work
+        if period <= bound * (1 + gap):
+            return Bounded(hinted, period, bound, work)
+    search = StructuredSearch(graph, rows)
+    shape = search.run()
+    found, period = (search.selection(shape), search.period(shape)) if shape else descend(graph, rows, graph.choices.default)
+    if hinted is None:
+        bound, work, counted = prove_at_once(graph, rows, found, period, known, gap, time_limit)
+    target = int(bound * (1 + gap))
+    if shape and period > target:
+        shape = search.nearby(shape, target)
+        others = search.other_starts(counted)
+        while search.period(shape) > target and (other := next(others, None)):
+            shape = min(shape, search.nearby(other, target), key=search.period)
+        found, period = search.selection(shape), search.period(shape)
     if hinted is not None:
-        bound, work = max(bound, start.bound), start.work
         if start.period < period * (1 - gap):
             found, period = start.selection, start.period
         if (earlier := period_of(graph, hinted)) <= period * (1 + gap):
@@ -146,6 +159,17 @@ def find_start(graph: EventGraph, rows: Sequence[MemoryRow], hinted: tuple[int, 
     if hinted is not None and (period := period_of(graph, hinted)) <= end.bound * (1 + gap):
         end = replace(end, selection=hinted, period=period)  # good enough after all
     return replace(end, work=end.work + work)
+
+
+def prove_at_once(graph: EventGraph, rows: Sequence[MemoryRow], selection: Sequence[int], period: int, known: int, gap: float,
+                  time_limit: float) -> tuple[int, float, tuple[int, ...] | None]:  # fmt: skip
+    """(a bound, deterministic seconds, a selection with the counts that it is of): without a search for plans, and no more than
+    `selection` of `period` asks for.
+    """
+    bound = max(known, cycle_bound(graph, rows, selection))
+    if period <= bound * (1 + gap) or not feasible(rows, selection):
+        return bound, 0.0, None
+    return count_bound(graph, rows, bound, int(period / (1 + gap)), gap, time_limit * TO_COUNT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@
                takes the time of several layers, and spares the update a part of its own
 
 Coordinate descent: a count takes its best value on a grid, then around it; whenever the others change, as many layers retain as
-memory has room for. In the end every count is taken back as far as that costs nothing. A step is the period of the event graph,
+memory has room for. In the end every count is taken back as far as that costs nothing. For a plan near a bound, two counts are
+changed together, from there and from the counts of counts.py. A step is the period of the event graph,
 memory is the rows'; a thousand of either take a few seconds. It proves nothing: the bound comes from elsewhere.
 """
 
@@ -23,15 +24,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import permutations, product
 
 from slidedp.compiler.choices import Family
 from slidedp.compiler.decisions import Source
-from slidedp.compiler.eventgraph import EventGraph
-from slidedp.compiler.maxplus import is_period
+from slidedp.compiler.eventgraph import EventGraph, TimedEdge
+from slidedp.compiler.maxplus import is_period, max_cycle_ratio, positive_cycle
 from slidedp.compiler.memoryrows import MemoryRow
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.runlength import layer_index
-from slidedp.compiler.search import choose, feasible, partners_of, period_of
+from slidedp.compiler.search import choose, feasible, is_longer, partners_of, period_of
 
 OTHER_SOURCE: dict[object, Source] = {Source.CAST: Source.SHADOW, Source.SHADOW: Source.CAST}
 MAX_SWEEPS = 4
@@ -39,6 +42,8 @@ GRID = 8
 """Parts that the range of a count is cut into at first."""
 FREE = 5e-4
 """Share of a step that a plainer plan may cost."""
+NEARBY = (1, -1, 2, -2)
+"""Small changes of a count, the smallest first."""
 COUNTS = ("ends", "resident", "scattered", "held", "offloaded", "other_source")
 """Counts that are searched; `retained` follows from the room that they leave."""
 GIVEN_UP = ("held", "scattered", "resident", "ends")
@@ -66,6 +71,7 @@ class StructuredSearch:
     graph: EventGraph
     rows: Sequence[MemoryRow]
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
+    selections: dict[Shape, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         families = self.graph.choices.families
@@ -80,6 +86,7 @@ class StructuredSearch:
         states = [place[name, "state"] for name in dict.fromkeys(first_due) if (name, "state") in place]
         self.states = [i for i in states if layer_index(families[i].group) is not None]
         self.ends = [i for i in states if i not in self.states]
+        self.home = {i: next(o for o, option in enumerate(families[i].options) if option["state"] == "host") for i in states}
         self.acts = [i for i, f in reversed(list(enumerate(families))) if f.name == "act" and len(f.options) > 1]
         self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "weights", "hold") is not None]
         self.sources = [i for i, f in enumerate(families) if f.name == "weights" and layer_index(f.group) is not None
@@ -88,6 +95,11 @@ class StructuredSearch:
     # ---- what a shape means ----
 
     def selection(self, shape: Shape) -> tuple[int, ...]:
+        if shape not in self.selections:
+            self.selections[shape] = self._selection(shape)
+        return self.selections[shape]
+
+    def _selection(self, shape: Shape) -> tuple[int, ...]:
         families = self.graph.choices.families
         chosen = list(self.graph.choices.default)
         for members, option in zip(self.kinds, shape.alike, strict=True):
@@ -106,8 +118,8 @@ class StructuredSearch:
                 twin = _twin(families[i], chosen[i], "source", OTHER_SOURCE.get(families[i].options[chosen[i]].get("source")))
                 chosen[i] = chosen[i] if twin is None else twin
         for i in (*self.ends, *self.states):
-            home = next(o for o, option in enumerate(families[i].options) if option["state"] == "host")
-            choose(chosen, i, home, self.partners)
+            if chosen[i] != self.home[i]:
+                choose(chosen, i, self.home[i], self.partners)
         for i in self.residents(shape):
             resident = families[i].resident
             assert resident is not None
@@ -194,6 +206,28 @@ class StructuredSearch:
             for resident in range(len(self.states) + 1):
                 yield replace(plain, ends=ends, resident=resident)
 
+    def other_starts(self, counts: Sequence[int] | None) -> Iterator[Shape]:
+        """Good shapes that no small change of another leads to: one with the counts of a selection; one of the other route."""
+        if counts is not None and (shape := self.counted(counts)):
+            yield shape
+        if (alike := self.rerouted()) and (shape := self.run(alike)):
+            yield shape
+
+    def counted(self, selection: Sequence[int]) -> Shape | None:
+        """The best shape with as many layers resident, offloaded, held and from the other source as in `selection`, and as many
+        that retain as there is room for; None if none fits.
+        """
+        families = self.graph.choices.families
+        options = [f.options[o] for f, o in zip(families, selection, strict=True)]
+        resident = [selection[i] == families[i].resident for i in self.states]
+        ends = sum(1 << bit for bit, i in enumerate(self.ends) if selection[i] == families[i].resident)
+        others = [options[i].get("source") == OTHER_SOURCE.get(families[i].options[0]["source"]) for i in self.sources]
+        shape = Shape((0,) * len(self.kinds), ends=ends, offloaded=sum(options[i]["act"] == "offload" for i in self.acts),
+                      held=sum(options[i].get("weights") == "hold" for i in self.holds), other_source=sum(others))  # fmt: skip
+        first = range(0, sum(resident) + 1, max(1, sum(resident) // GRID))
+        placed = [self.filled(replace(shape, resident=n, scattered=sum(resident) - n)) for n in first]
+        return min((s for s in placed if s is not None), key=self.period, default=None)
+
     def rerouted(self) -> tuple[int, ...] | None:
         """The rule's options, but that gradients are summed where the rule does not; None if there is no such choice.
 
@@ -230,6 +264,56 @@ class StructuredSearch:
                 best = shape
         return best
 
+    def nearby(self, best: Shape, target: int) -> Shape:
+        """From `best` on, two counts at a time, one of them by little, until a step takes `target` units at most, or no two
+        make it shorter.
+
+        What one count costs another may save: with a resident layer less the GPU has less to do, but the host too much, unless
+        more of the weights come from the other source. Neither change is any good alone.
+        """
+        tried: set[Shape] = set()
+        cycles: list[Sequence[TimedEdge]] = []
+
+        def shorter(best: Shape, allowed: int) -> Shape | None:
+            for pair in self.pairs(best):
+                if pair in tried:
+                    continue
+                tried.add(pair)
+                for shape in (pair, self.filled(pair) if pair.retained == best.retained else None):
+                    if shape is None or not self.fits(shape) or self.too_long(shape, allowed, cycles):
+                        continue
+                    if not (cycle := positive_cycle(self.graph, self.selection(shape), Fraction(allowed))):
+                        return shape
+                    cycles.insert(0, cycle)
+            return None
+
+        while (period := self.period(best)) > target:
+            cycles.insert(0, max_cycle_ratio(self.graph, self.selection(best)).edges)
+            found = shorter(best, max(target, int(period * (1 - FREE))))
+            if found is None:
+                break
+            best = found
+        return best
+
+    def pairs(self, best: Shape) -> Iterator[Shape]:
+        """`best` with one count changed by little, and another by little or to any value on a grid."""
+        for change, (one, other) in product(NEARBY, permutations((*COUNTS, "retained"), 2)):
+            changed, here, most = getattr(best, one) + change, getattr(best, other), self.most(other)
+            values = {here, *(here + by for by in NEARBY), *range(0, most, max(1, -(-most // GRID))), most}
+            if 0 <= changed <= self.most(one):
+                yield from (_with(_with(best, one, changed), other, value) for value in sorted(values) if 0 <= value <= most)
+
+    def too_long(self, shape: Shape, allowed: int, cycles: list[Sequence[TimedEdge]]) -> bool:
+        """True if a stream or one of `cycles`, of which the useful ones go to the front, takes longer than `allowed`."""
+        selection = self.selection(shape)
+        if self.graph.floor(selection) > allowed:
+            return True
+        for at, cycle in enumerate(cycles):
+            if is_longer(self.graph, cycle, selection, allowed):
+                cycles.insert(at // 2, cycles.pop(at))
+                return True
+        return False
+
     def better(self, shape: Shape, than: Shape) -> bool:
         period = self.period(than)
         return self.is_period(shape, period - 1 - int(period * FREE))
@@ -250,15 +334,10 @@ class StructuredSearch:
         return best
 
 
-def search_structured(graph: EventGraph, rows: Sequence[MemoryRow], *,
-                      rerouted: bool = False) -> tuple[tuple[int, ...], int] | None:  # fmt: skip
-    """The best structured selection that fits, and its period in units; None if none fits.
-
-    `rerouted`: from the other route of the gradients on; None if there is none.
-    """
+def search_structured(graph: EventGraph, rows: Sequence[MemoryRow]) -> tuple[tuple[int, ...], int] | None:
+    """The best structured selection that fits, and its period in units; None if none fits."""
     search = StructuredSearch(graph, rows)
-    alike = search.rerouted() if rerouted else None
-    shape = search.run(alike) if alike or not rerouted else None
+    shape = search.run()
     return (search.selection(shape), search.period(shape)) if shape else None
 
 

@@ -9,12 +9,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from stacks import stack
+from stacks import looking_up, qwen3_4b, stack
 from test_eventgraph import medium
 
 from slidedp.compiler.choices import Choices, find_choices
 from slidedp.compiler.contention import Contention
 from slidedp.compiler.costs import AnalyticCostModel, WithFallback
+from slidedp.compiler.counts import Counts, count_bound
+from slidedp.compiler.cyclebound import cycle_bound
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.detours import Detours, always, tightened
 from slidedp.compiler.eventbuild import build_event_graph
@@ -26,12 +28,13 @@ from slidedp.compiler.infeasible import fitting_start
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.maxplus import is_period, max_cycle_ratio, start_times
 from slidedp.compiler.memoryrows import MemoryRow, memory_rows
+from slidedp.compiler.nested import Nested
 from slidedp.compiler.ops import Op, Stream
 from slidedp.compiler.queues import Queued, Queues, widened
 from slidedp.compiler.relaxation import Proposal, Relaxation, tighten
 from slidedp.compiler.search import choose, feasible, interchange, partners_of, period_of
 from slidedp.compiler.solver import solve
-from slidedp.compiler.structured import StructuredSearch, search_structured
+from slidedp.compiler.structured import COUNTS, StructuredSearch, search_structured
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null
@@ -143,6 +146,110 @@ def test_queues_hold_for_every_plan(slow: Stream) -> None:
     assert binding > 20
 
 
+@pytest.mark.parametrize(("hw_name", "world_size"), [("h200x1", 1), ("a800x4-pcie", 4)])
+def test_what_is_counted_holds_for_every_plan(hw_name: str, world_size: int) -> None:
+    """Random plans and costs at their own shortest step: every demand, by the counts and by the gaps of blocks, and every window
+    of updates. Also where a table's rows are split, and where updates wait for the norm.
+    """
+    rng, binding, stalling, together, waiting = random.Random(4), 0, 0, 0, 0
+    for seed in range(4):
+        layers = stack(6, 60_000_000, 90_000_000, world_size=world_size, tokens=60_000, width=2048)
+        layers = looking_up(layers, 2000) if seed % 2 else layers
+        graph, choices = even(layers, hw_name, seed, {"update": "deferred"} if seed > 1 else None)
+        hw = load_profile(hw_name)
+        counts = Counts(graph, memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes))
+        demands, chain = counts.demands(), counts.detours.chain
+        together += max(map(len, counts.kinds)) > 1
+        for _ in range(20):
+            selection = any_selection(choices, rng)
+            period = period_of(graph, selection)
+            begins = [start_times(graph, selection, period)[i] for i in chain]
+            busy = [graph.events[i].busy.at(selection) for i in chain]
+            gaps = [after - begin - us for begin, after, us in zip(begins, [*begins[1:], begins[0] + period], busy, strict=True)]
+            blocks = [sum(g for g, b in zip(gaps, counts.block, strict=True) if b == k) for k in range(max(counts.block) + 1)]
+            assert counted_at(counts, counts.counted(counts.busy), selection) + sum(blocks) == period
+            for demand in demands:
+                need = counted_at(counts, demand.need, selection)
+                have = demand.steps * period + sum(times * blocks[k] for k, times in demand.gaps)
+                assert have >= need, demand
+                binding += have == need
+                stalling += need > 0 < len(demand.gaps)
+            for i in Nested(counts.detours).inequalities():
+                assert sum(gaps[k] for k in i.links) >= i.need.at(selection)
+                waiting += i.need.at(selection) > 0
+            for row in counts.rows:
+                assert counted_at(counts, counts.counted(row.total), selection) == row.total.at(selection)
+                assert all(counted_at(counts, counts.counted(peak), selection) <= peak.at(selection) for peak in row.peaks)
+    assert binding > 20
+    assert stalling > 40
+    assert waiting > 100
+    assert together == 4
+
+
+def even(layers: LayerGraph, hw_name: str, seed: int, policy: dict[str, Any] | None = None) -> tuple[EventGraph, Choices]:
+    """Costs as of `Dice`, but equal for all layers."""
+    hw = load_profile(hw_name)
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, chunk_counts=(1, 4))
+    costs = WithFallback(AnalyticCostModel(layers.world_size, layers.compute_dtype), EqualDice(seed, layers.world_size))
+    return build_event_graph(layers, choices, OptionCosts(layers, hw, costs, Contention(hw, layers.world_size))), choices
+
+
+class EqualDice(Dice):
+    def duration_us(self, op: Op, hw: HardwareProfile) -> int | None:
+        factor = random.Random(f"{self.seed} {op.kind}").choice((0.1, 0.5, 1.0, 2.0, 6.0))
+        return round(factor * self.analytic.exact_us(op, hw))
+
+
+def counted_at(counts: Counts, linear: Linear, selection: tuple[int, ...]) -> int:
+    """`linear` of the counts that `selection` has."""
+    return linear.const + sum(values[selection[i]] for f, values in linear.terms for i in counts.first if counts.first[i] == f)
+
+
+def test_windows_of_updates() -> None:
+    """Of all prefixes of the updates: from the backward of the last to its next forward. Rows updated early are outside of that,
+    or their windows widen those of all that come behind them.
+    """
+    layers = stack(5, 60_000_000, 90_000_000, tokens=60_000, width=2048)
+    plain, _ = diced(layers, "h200x1", 0)
+    assert windows_of(plain, False) == {
+        **{f"L{i:02}": (f"bwd.L{i:02}", f"fwd.L{i:02}", 1) for i in range(5)},
+        "prologue": ("bwd.prologue", "prologue", 1), "epilogue": ("epilogue", "epilogue", 1)}  # fmt: skip
+    split, _ = diced(looking_up(layers, 2000), "h200x1", 2)
+    assert windows_of(split, True) == windows_of(plain, False)
+    assert windows_of(split, False)["L00"] == ("epilogue", "fwd.L00", 1)
+
+
+def windows_of(graph: EventGraph, outside: bool) -> dict[str, tuple[str, str, int]]:
+    """Group -> the GPU ops that its window is behind and before, and the steps between them; those with something `outside`."""
+    chain = Detours(graph).chain
+    name, n = [graph.events[i].name for i in chain], len(chain)
+    return {graph.works[w.last].group: (name[w.behind % n], name[w.before % n], w.before // n - w.behind // n)
+            for w in Nested(Detours(graph)).windows() if bool(w.outside) == outside}  # fmt: skip
+
+
+def test_counting_proves_at_once_what_layers_of_their_own_do_not() -> None:
+    """Of 80 layers few have room in HBM: whichever they are, the others keep the host as busy."""
+    layers = stack(80, 856_000_000, 1_245_000_000, tokens=4096, width=8192)
+    hw = replace(load_profile("h200x1"), host_bytes=2**42)
+    graph, rows = analytic(layers, hw)
+    found = search_structured(graph, rows)
+    assert found is not None
+    sums, target = cycle_bound(graph, rows, found[0]), int(found[1] / 1.005)
+    bound, work, none = count_bound(graph, rows, sums, target, 5e-3, 0.5)
+    assert none is None
+    assert sums < bound == target + 1
+    assert work < 0.5
+    assert count_bound(graph, rows, sums, target, 5e-3, 0.5) == (bound, pytest.approx(work), None)
+    assert Relaxation(graph, rows, ()).propose(found[0], target, sums, 5e-3, 0.5)[1] < bound
+
+
+def analytic(layers: LayerGraph, hw: HardwareProfile) -> tuple[EventGraph, tuple[MemoryRow, ...]]:
+    choices = find_choices(layers, default_decisions(layers, hw))
+    costs = AnalyticCostModel(layers.world_size, layers.compute_dtype)
+    graph = build_event_graph(layers, choices, OptionCosts(layers, hw, costs, Contention(hw, layers.world_size)))
+    return graph, memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)
+
+
 SMALL: list[tuple[str, int, Stream | None, dict[str, Any]]] = [
     ("h200x1", 1, None, {"chunks": 4, "source": "shadow"}),  # what is kept, held and resident
     ("a800x4-pcie", 2, Stream.COMM, {"chunks": 1, "source": "shadow", "weights": "stream", "act": "recompute", "layers": {
@@ -186,7 +293,8 @@ def test_no_plan_is_shorter_than_the_bound(case: int, seed: int) -> None:
         assert solution.step_us == -(-max_cycle_ratio(graph, solution.selection).ratio // 1)
         start = min(fitting, key=graph.floor)
         tightened_from = tighten(graph, some, start, period_of(graph, start), 0, 0.0, 0.4)
-        bound = max(solution.bound_us, tightened_from.bound)
+        counted, *_ = count_bound(graph, some, 0, period_of(graph, start), 0.0, 0.4)
+        bound = max(solution.bound_us, tightened_from.bound, counted)
         assert tightened_from.selection in fitting
         assert not any(graph.floor(s) < bound and is_period(graph, s, bound - 1) for s in fitting)
 
@@ -211,7 +319,7 @@ def test_the_bound_is_near_where_offloads_would_stall(monkeypatch: pytest.Monkey
     again = solve(graph, rows, gap=5e-3)
     assert replace(again, work=solution.work) == solution  # deterministic, work included but for the order of its sum
     assert again.work == pytest.approx(solution.work)
-    monkeypatch.setattr("slidedp.compiler.solver.search_structured", None)  # a hint that is good enough is kept without a search
+    monkeypatch.setattr("slidedp.compiler.solver.StructuredSearch", None)  # a hint that is good enough is kept without a search
     hinted = solve(graph, rows, hint=solution.decisions, gap=5e-3)
     assert (hinted.selection, hinted.bound_us) == (solution.selection, solution.bound_us)
     assert hinted.work <= solution.work * (1 + 1e-9)
@@ -329,3 +437,40 @@ def test_a_second_start_sums_gradients_elsewhere() -> None:
         assert differ == ({"reduction"} if family.name == "gradients" else set())
     alone, _ = diced(stack(3, 60_000_000, 90_000_000, tokens=4_000, width=2048), "h200x1", 0)
     assert StructuredSearch(alone, ()).rerouted() is None
+
+
+def test_two_counts_together_make_a_plan_shorter() -> None:
+    """Where no count alone does: one resident layer less, and more weights cast. It fits, and the search ends at the target."""
+    layers, hw = qwen3_4b(16), load_profile("h200x1")
+    graph, rows = analytic(layers, hw)
+    search = StructuredSearch(graph, rows)
+    shape = search.run()
+    assert shape is not None
+    for count in COUNTS:
+        assert search.period(search.best_count(shape, count)) == search.period(shape)
+    better = search.nearby(shape, 0)
+    assert search.period(better) == period_of(graph, search.selection(better)) < search.period(shape) * 0.999
+    assert search.fits(better)
+    assert search.nearby(shape, search.period(shape)) == shape
+    assert search.nearby(better, 0) == better
+
+
+def test_a_start_has_the_counts_of_the_program() -> None:
+    """What the counting program proposes fits its links and rows in counts, and a shape is made of it; a plan has its own."""
+    layers, hw = qwen3_4b(4), load_profile("h200x1")
+    graph, rows = analytic(layers, hw)
+    search = StructuredSearch(graph, rows)
+    shape = search.run()
+    assert shape is not None
+    _, _, counts = count_bound(graph, rows, 0, search.period(shape), 5e-3, 0.5)
+    assert counts is not None
+    assert all((counts[k.a] == k.a_option) == (counts[k.b] == k.b_option) for k in graph.choices.links)
+    start = next(search.other_starts(counts))
+    families = graph.choices.families
+    assert start.resident + start.scattered == sum(counts[i] == families[i].resident for i in search.states) > 0
+    assert start.other_source == sum(families[i].options[counts[i]].get("source") == "cast" for i in search.sources)
+    assert search.fits(start)
+    own = search.counted(search.selection(shape))
+    assert own is not None
+    assert (own.resident + own.scattered, own.ends, own.held) == (shape.resident + shape.scattered, shape.ends, shape.held)
+    assert search.period(own) <= search.period(shape)

@@ -159,7 +159,7 @@ def test_previous_plan_is_kept() -> None:
 def test_a_sealed_bound_is_not_proven_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bound of an earlier solve of the very same problem, its plan is kept without any search or proof."""
     graph, rows, solution = solved(0)
-    for name in ("cycle_bound", "tighten", "search_structured"):
+    for name in ("cycle_bound", "count_bound", "tighten", "StructuredSearch"):
         monkeypatch.setattr(f"slidedp.compiler.solver.{name}", None)
     again = solve(graph, rows, hint=solution.decisions, proven=solution.proven, gap=max(solution.gap * 1.1, 1e-3))
     assert (again.selection, again.bound_us, again.work) == (solution.selection, solution.bound_us, 0.0)
