@@ -254,11 +254,13 @@ class StructuredSearch:
             here: int = getattr(best, count)
             tried = range(max(0, here - step), here + step + 1, step)
 
+    def options(self, kind: int) -> list[int]:
+        """Those that all families of a kind may have alike: resident and held ones are counts."""
+        family = self.graph.choices.families[self.kinds[kind][0]]
+        return [o for o, option in enumerate(family.options) if o != family.resident and option.get("weights") != "hold"]
+
     def best_option(self, best: Shape, kind: int) -> Shape:
-        for option in range(len(self.graph.choices.families[self.kinds[kind][0]].options)):
-            family = self.graph.choices.families[self.kinds[kind][0]]
-            if option == family.resident or family.options[option].get("weights") == "hold":
-                continue  # these are counts
+        for option in self.options(kind):
             shape = self.filled(replace(best, alike=(*best.alike[:kind], option, *best.alike[kind + 1 :])))
             if shape is not None and self.better(shape, best):
                 best = shape

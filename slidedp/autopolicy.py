@@ -6,7 +6,7 @@
     correct     what took longer than its durations say is given longer ones: each transfer, collective and host task of the plan
                 by its own factor, for what runs beside it differs along the step; others by that of their stream; as far as
                 makes the two steps equal. At most ROUNDS rounds
-    polish      the structured plan, its number of resident groups as simulated; kept unless another is faster by TOLERANCE
+    polish      the structured plan, improved by simulating what is near it; kept unless another is faster by TOLERANCE
 
 The result is never slower than the rule's plan, in simulation: of the two the better one is kept. A step that the rule already
 plans in less than `TINY_STEP_US` is left to the rule: it is all fixed costs, which cost models know least, and solving would
@@ -39,7 +39,7 @@ from slidedp.compiler.proven import Proven, prove
 from slidedp.compiler.search import feasible
 from slidedp.compiler.simulate import Timeline
 from slidedp.compiler.solver import GAP, Solution, solve
-from slidedp.compiler.structured import StructuredSearch, search_structured
+from slidedp.compiler.structured import Shape, StructuredSearch, search_structured
 
 TINY_STEP_US = 100_000
 ROUNDS = 3
@@ -56,7 +56,7 @@ TOLERANCE = 0.04
 LIMIT = 4.0
 """Deterministic seconds of CP-SAT for a plan, all rounds together, each two of the CPU or three; most plans need a tenth."""
 POLISH = (4, 2, 1)
-"""Steps in which the number of resident groups is brought to where the simulation, not the event graph, is fastest."""
+"""Steps in which the number of resident groups is brought to where the simulation, not the event graph, is shortest."""
 
 
 @dataclass(frozen=True)
@@ -161,22 +161,40 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
 
 
 def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
-    """The structured plan under corrected durations, and its simulated step; None if none fits."""
+    """The better of the structured plans under plain and under corrected durations, improved as far as simulating them shows
+    something shorter, and its simulated step; None if none fits.
+    """
+    found = [descended(problem, choices, factors) for factors in ({}, scale)[: 1 + bool(scale)]]
+    return min((plan for plan in found if plan is not None), key=lambda plan: plan[1], default=None)
+
+
+def descended(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
+    """The structured plan under these durations, changed while its simulated step gets shorter: another option for all transfers of
+    a kind, a few resident groups more or less, no layer with the other source.
+    """
     search = StructuredSearch(problem.graph(choices, scale), problem.rows(choices))
     shape = search.run()
     if shape is None:
         return None
     best = choices.decode(search.selection(shape))
     best_us = problem.simulate(best).step_us
+
+    def tried(trial: Shape | None) -> None:
+        nonlocal shape, best, best_us
+        if trial is None or trial == shape:
+            return
+        decisions = choices.decode(search.selection(trial))
+        us = problem.simulate(decisions).step_us
+        if us < best_us * (1 - WORTH):
+            shape, best, best_us = trial, decisions, us
+
+    tried(search.filled(replace(shape, other_source=0)))
+    for kind in range(len(search.kinds)):
+        for option in search.options(kind):
+            tried(search.filled(replace(shape, alike=(*shape.alike[:kind], option, *shape.alike[kind + 1 :]))))
     for step in POLISH:
         for change in (-step, step):
-            trial = search.filled(replace(shape, resident=min(max(0, shape.resident + change), len(search.states))))
-            if trial is None:
-                continue
-            decisions = choices.decode(search.selection(trial))
-            us = problem.simulate(decisions).step_us
-            if us < best_us * (1 - WORTH):
-                shape, best, best_us = trial, decisions, us
+            tried(search.filled(replace(shape, resident=min(max(0, shape.resident + change), len(search.states)))))
     return best, best_us
 
 
