@@ -169,8 +169,8 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> 
 
 
 def descended(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
-    """The structured plan under these durations, changed while its simulated step gets shorter: another option for all transfers of
-    a kind, a few resident groups more or less, no layer with the other source.
+    """The structured plan under these durations, changed while its simulated step gets shorter: another option for all
+    transfers of a kind, a few resident groups more or less, no layer with the other source.
     """
     search = StructuredSearch(problem.graph(choices, scale), problem.rows(choices))
     shape = search.run()
