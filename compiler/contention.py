@@ -40,10 +40,10 @@ with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98
 that was measured says what they got on its machine, on average: of the two directions, copies to the host got 52 GB/s and those
 to the device 28 where nothing else ran, in steps of plans 44 and 39."""
 
-GPU_UPDATE_WEIGHT = 1 / 5
-"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on one
-H200, Qwen3-4B: of batch 8, where 21 groups are updated there, 118 ms are beside the backward and would take 20 alone; of batch 16
-(7 groups) 56 and 9. An older version, all 37 groups at batch 16, was nearer 1 / 7."""
+GPU_UPDATE_WEIGHT = 1 / 4.5
+"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on H200s,
+Qwen3-4B: of batch 8, 20 or 21 groups updated there, 118 and 105 ms lie beside the backward, which alone would take 20 and 22; of
+batch 16, 7 groups, 56 and 9. An older version, all 37 groups at batch 16, was nearer 1 / 7."""
 
 
 class Resource(StrEnum):

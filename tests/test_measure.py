@@ -125,9 +125,10 @@ def test_updates_are_measured_as_a_plan_runs_them(kernel, monkeypatch):
     monkeypatch.setattr(CpuAdam, "update", wrapped(CpuAdam.update, lambda _, *args: python.append(args)))
     with closing(CpuBackend()) as backend, closing(Lab(backend, SingleRank(), 0.001)) as lab:
         rig = Rig(backend, SingleRank(), 1 << 16, 1 << 14, kernel)
-        curves = measure_update(lab, rig, [1, 2], 4096, 2)
+        curves, most_gbps = measure_update(lab, rig, [1, 2], 4096, 2, crossings=2)
         assert measure_task_us(lab, rig, 4096, 1) > 0
     assert [x for x, _ in curves[0].points] == ([1, 2] if kernel == "native" else [2])
+    assert most_gbps >= 28 * max(rate for curve in curves[:2] for _, rate in curve.points)
     assert len(queues) == (3 if kernel == "native" else 0)
     assert bool(native) == (kernel == "native")
     assert bool(python) == (kernel == "torch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slidedp.compiler.ops import Stream
+from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
 from slidedp.compiler.tables import Curve, Load, Quantity
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.measure.links import gbps
@@ -17,22 +18,27 @@ def thread_counts(num_threads: int, cores: int, quick: bool) -> list[int]:
     return sorted({1, *powers, cores, num_threads})
 
 
-def measure_update(lab: Lab, rig: Rig, threads: Sequence[int], link_bytes: int, num_threads: int) -> list[Curve]:
+def measure_update(lab: Lab, rig: Rig, threads: Sequence[int], link_bytes: int, num_threads: int, crossings: int,
+                   ) -> tuple[list[Curve], float]:
     """The update over threads of all ranks together, ``alone`` and ``busy`` (both link directions run too).
 
-    Also what is then left for the links, at `num_threads` a rank, with copies of `link_bytes`. All ranks take part.
+    Also what is then left for the links, at `num_threads` a rank, with copies of `link_bytes`. All ranks take part. Second: the
+    most host memory traffic of all this, 10^9 bytes a second; a copied byte crosses it `crossings` times.
     """
-    alone, busy, links = [], [], {}
+    alone, busy, links, most = [], [], {}, 0.0
     everyone, up, down = rig.piece * lab.world_size, rig.to_device(link_bytes), rig.to_host(link_bytes)
     for count in threads if rig.native else [num_threads]:
         with rig.updating(lab, count) as (own, update):
             alone.append((count * lab.world_size, gbps(everyone, own.seconds({Stream.CPU: update})[Stream.CPU])))
             seconds = own.seconds({Stream.CPU: update, Stream.H2D: up, Stream.D2H: down})
         busy.append((count * lab.world_size, gbps(everyone, seconds[Stream.CPU])))
+        copied = gbps(link_bytes, seconds[Stream.H2D]) + gbps(link_bytes, seconds[Stream.D2H])
+        beside = busy[-1][1] * ADAM_BYTES_PER_PARAM + crossings * lab.world_size * copied
+        most = max(most, alone[-1][1] * ADAM_BYTES_PER_PARAM, beside)
         if count == num_threads:
             links = {Quantity.H2D_GBPS: seconds[Stream.H2D], Quantity.D2H_GBPS: seconds[Stream.D2H]}
     curves = [Curve(Quantity.CPU_ADAM_GPARAMS, load, tuple(points)) for load, points in ((Load.ALONE, alone), (Load.BUSY, busy))]
-    return curves + [Curve(q, Load.BUSY, ((link_bytes, gbps(link_bytes, seconds)),)) for q, seconds in links.items()]
+    return curves + [Curve(q, Load.BUSY, ((link_bytes, gbps(link_bytes, seconds)),)) for q, seconds in links.items()], most
 
 
 def measure_cast(lab: Lab, rig: Rig, sizes: Sequence[int], num_threads: int) -> list[Curve]:

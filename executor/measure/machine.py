@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
 from slidedp.compiler.tables import Curve, Load, Quantity, Tables
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.devices import open_backend
@@ -80,14 +79,20 @@ def measure_machine(
     threads = num_threads or update_threads(device, world)
     cores = max(len(os.sched_getaffinity(0)) // world, 1)
     largest = sizes.link_bytes[-1]
+    crossings = 1 if cuda else 2  # how often a copied byte crosses host memory: where the host is its own device, twice
     curves: list[Curve] = []
     rates: dict[str, float] = {}
+
+    def update(lab: Lab, rig: Rig) -> None:
+        counts = thread_counts(threads, cores, quick)
+        found, rates["host_dram_gbps"] = measure_update(lab, rig, counts, largest, threads, crossings)
+        curves.extend(found)
+
     with closing(open_backend(device)) as backend, closing(Lab(backend, collectives, sizes.budget_s)) as lab:
         rig = Rig(backend, collectives, state_numel(sizes, collectives), largest // 2, kernel)
         steps: list[tuple[str, Callable[[], object]]] = [
             ("links", lambda: curves.extend(measure_links(lab, rig, sizes.link_bytes))),
-            ("update", lambda: curves.extend(
-                measure_update(lab, rig, thread_counts(threads, cores, quick), largest, threads))),
+            ("update", lambda: update(lab, rig)),
             ("cast", lambda: curves.extend(measure_cast(lab, rig, sizes.link_bytes[-2:], threads))),
             ("tasks", lambda: rates.update(host_task_us=measure_task_us(lab, rig, MIB, threads))),
             ("launch", lambda: rates.update(gpu_launch_us=measure_launch_us(lab))),
@@ -110,8 +115,7 @@ def measure_machine(
             if cuda:
                 torch.cuda.empty_cache()
     tables = Tables(tuple(curves))
-    crossings = 1 if cuda else 2  # how often a copied byte crosses host memory: where the host is its own device, twice
-    found = rates | link_rates(tables) | host_rates(tables, world, threads, crossings)
+    found = rates | link_rates(tables) | host_rates(tables, world, crossings, rates["host_dram_gbps"])
     return MachineFigures({key: float(f"{value:.4g}") for key, value in found.items()}, tables)
 
 
@@ -150,8 +154,8 @@ def link_rates(tables: Tables) -> dict[str, float]:
     }
 
 
-def host_rates(tables: Tables, world_size: int, threads: int, crossings: int) -> dict[str, float]:
-    """Update, cast, and the most host memory traffic (10^9 B/s) that any experiment has seen. `threads`: of a rank's update.
+def host_rates(tables: Tables, world_size: int, crossings: int, of_updates: float) -> dict[str, float]:
+    """Update, cast, and the most host memory traffic (10^9 B/s) that any experiment has seen. `of_updates`: with updates.
 
     What a cast writes, a small staging buffer, stays in the cache: only the 4 bytes that it reads count.
     """
@@ -160,14 +164,7 @@ def host_rates(tables: Tables, world_size: int, threads: int, crossings: int) ->
         curve = tables.find(quantity, *loads)
         return max(rate for _, rate in curve.points) if curve else 0.0
 
-    def both_ways(load: Load) -> float:
-        return crossings * world_size * (best(Quantity.H2D_GBPS, load) + best(Quantity.D2H_GBPS, load))
-
-    adam = Quantity.CPU_ADAM_GPARAMS
-    busy = tables.find(adam, Load.BUSY)
-    beside = busy.rate(threads * world_size) if busy else 0.0
+    duplex = crossings * world_size * (best(Quantity.H2D_GBPS, Load.DUPLEX) + best(Quantity.D2H_GBPS, Load.DUPLEX))
     cast, cast_all = best(Quantity.CAST_GBPS, Load.ALONE), best(Quantity.CAST_GBPS, Load.ALL, Load.ALONE) * world_size
-    traffic = (best(adam, Load.ALONE) * ADAM_BYTES_PER_PARAM, both_ways(Load.DUPLEX), 2 * cast_all,
-               beside * ADAM_BYTES_PER_PARAM + both_ways(Load.BUSY))
-    return {"cpu_adam_gparams": best(adam, Load.ALONE), "cast_gbps": cast, "cast_total_gbps": cast_all,
-            "host_dram_gbps": max(traffic)}
+    return {"cpu_adam_gparams": best(Quantity.CPU_ADAM_GPARAMS, Load.ALONE), "cast_gbps": cast, "cast_total_gbps": cast_all,
+            "host_dram_gbps": max(of_updates, duplex, 2 * cast_all)}
