@@ -51,6 +51,8 @@ WORTH = 1e-3
 """Share of a step that more slots must save."""
 ASKED_GAP = 5e-3
 """Between a plan and its bound, as a share of the step: what the solver searches and proves until, as far as `LIMIT` goes."""
+NEAR = 0.03
+"""Share of a step by which a plan may be longer, to the event graph, that is worth simulating."""
 TOLERANCE = 0.04
 """Share of a step that is worth a plan that reads worse: measured steps are 5 % from predicted ones."""
 LIMIT = 4.0
@@ -161,32 +163,31 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
 
 
 def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
-    """The better of the structured plans under plain and under corrected durations, improved as far as simulating them shows
-    something shorter, and its simulated step; None if none fits.
+    """The structured plan under plain or under corrected durations, whichever simulates faster, improved by `descended`, and its
+    simulated step; None if none fits.
     """
-    found = [descended(problem, choices, factors) for factors in ({}, scale)[: 1 + bool(scale)]]
-    return min((plan for plan in found if plan is not None), key=lambda plan: plan[1], default=None)
+    found = []
+    for factors in ({}, scale)[: 1 + bool(scale)]:
+        search = StructuredSearch(problem.graph(choices, factors), problem.rows(choices))
+        shape = search.run()
+        if shape is not None:
+            found.append((problem.simulate(choices.decode(search.selection(shape))).step_us, search, shape))
+    return descended(problem, choices, *min(found, key=lambda start: start[0])) if found else None
 
 
-def descended(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
-    """The structured plan under these durations, changed while its simulated step gets shorter: another option for all
-    transfers of a kind, a few resident groups more or less, no layer with the other source.
+def descended(problem: Problem, choices: Choices, best_us: int, search: StructuredSearch, shape: Shape) -> tuple[Decisions, int]:
+    """A shape, which simulates to `best_us`, changed while that gets shorter: another option for all transfers of a kind, a few
+    resident groups more or less, no layer with the other source; of these what the event graph sees near it.
     """
-    search = StructuredSearch(problem.graph(choices, scale), problem.rows(choices))
-    shape = search.run()
-    if shape is None:
-        return None
-    best = choices.decode(search.selection(shape))
-    best_us = problem.simulate(best).step_us
+    near = int(search.period(shape) * (1 + NEAR))
 
     def tried(trial: Shape | None) -> None:
-        nonlocal shape, best, best_us
-        if trial is None or trial == shape:
+        nonlocal shape, best_us
+        if trial is None or trial == shape or not search.is_period(trial, near):
             return
-        decisions = choices.decode(search.selection(trial))
-        us = problem.simulate(decisions).step_us
+        us = problem.simulate(choices.decode(search.selection(trial))).step_us
         if us < best_us * (1 - WORTH):
-            shape, best, best_us = trial, decisions, us
+            shape, best_us = trial, us
 
     tried(search.filled(replace(shape, other_source=0)))
     for kind in range(len(search.kinds)):
@@ -195,7 +196,7 @@ def descended(problem: Problem, choices: Choices, scale: Mapping[str, float]) ->
     for step in POLISH:
         for change in (-step, step):
             tried(search.filled(replace(shape, resident=min(max(0, shape.resident + change), len(search.states)))))
-    return best, best_us
+    return choices.decode(search.selection(shape)), best_us
 
 
 def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:
