@@ -148,10 +148,10 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
             best, best_us = solution.decisions, simulated_us
         if abs(solution.step_us / max(simulated_us, 1) - 1) <= CLOSED or not correct(scale, problem, choices, solution, timeline):
             break
-    tidy = polished(problem, choices, scale)
+    assert first is not None
+    tidy = polished(problem, choices, scale, enough_us=int(first.bound_us * (1 + ASKED_GAP)))
     if tidy is not None and tidy[1] * (1 - TOLERANCE) < best_us and tidy[1] < rule_us:
         best, best_us = tidy
-    assert first is not None
     fixed = problem.fixed(best)
     step_us = math.ceil(max_cycle_ratio(problem.graph(fixed), fixed.default).ratio)  # of the plan that is kept, uncorrected
     bound_us = min(first.bound_us, step_us)
@@ -162,9 +162,9 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     return AutoPlan(best, record, time.perf_counter() - began)
 
 
-def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
-    """The structured plan under plain or under corrected durations, whichever simulates faster, improved by `descended`, and its
-    simulated step; None if none fits.
+def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], enough_us: int) -> tuple[Decisions, int] | None:
+    """The structured plan under plain or under corrected durations, whichever simulates faster, and its simulated step, improved
+    by `descended` unless that is `enough_us`; None if none fits.
     """
     found = []
     for factors in ({}, scale)[: 1 + bool(scale)]:
@@ -172,7 +172,12 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> 
         shape = search.run()
         if shape is not None:
             found.append((problem.simulate(choices.decode(search.selection(shape))).step_us, search, shape))
-    return descended(problem, choices, *min(found, key=lambda start: start[0])) if found else None
+    if not found:
+        return None
+    best_us, search, shape = min(found, key=lambda start: start[0])
+    if best_us <= enough_us:
+        return choices.decode(search.selection(shape)), best_us
+    return descended(problem, choices, best_us, search, shape)
 
 
 def descended(problem: Problem, choices: Choices, best_us: int, search: StructuredSearch, shape: Shape) -> tuple[Decisions, int]:
