@@ -22,23 +22,29 @@ def measure_update(lab: Lab, rig: Rig, threads: Sequence[int], link_bytes: int, 
                    ) -> tuple[list[Curve], float]:
     """The update over threads of all ranks together, ``alone`` and ``busy`` (both link directions run too).
 
-    Also what is then left for the links, at `num_threads` a rank, with copies of `link_bytes`. All ranks take part. Second: the
-    most host memory traffic of all this, 10^9 bytes a second; a copied byte crosses it `crossings` times.
+    Also what is then left for the links, at `num_threads` a rank, with copies of `link_bytes`. That number is measured again in
+    the end and the faster one counts: memory that the machine has got a moment ago is slower at first. All ranks take part.
+    Second: the most host memory traffic of all this, 10^9 bytes a second; a copied byte crosses it `crossings` times.
     """
-    alone, busy, links, most = [], [], {}, 0.0
+    alone: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    links, most = {}, 0.0
     everyone, up, down = rig.piece * lab.world_size, rig.to_device(link_bytes), rig.to_host(link_bytes)
-    for count in threads if rig.native else [num_threads]:
+    for count in (*(threads if rig.native else ()), num_threads):
         with rig.updating(lab, count) as (own, update):
-            alone.append((count * lab.world_size, gbps(everyone, own.seconds({Stream.CPU: update})[Stream.CPU])))
+            by_itself = gbps(everyone, own.seconds({Stream.CPU: update})[Stream.CPU])
             seconds = own.seconds({Stream.CPU: update, Stream.H2D: up, Stream.D2H: down})
-        busy.append((count * lab.world_size, gbps(everyone, seconds[Stream.CPU])))
-        copied = gbps(link_bytes, seconds[Stream.H2D]) + gbps(link_bytes, seconds[Stream.D2H])
-        beside = busy[-1][1] * ADAM_BYTES_PER_PARAM + crossings * lab.world_size * copied
-        most = max(most, alone[-1][1] * ADAM_BYTES_PER_PARAM, beside)
-        if count == num_threads:
-            links = {Quantity.H2D_GBPS: seconds[Stream.H2D], Quantity.D2H_GBPS: seconds[Stream.D2H]}
-    curves = [Curve(Quantity.CPU_ADAM_GPARAMS, load, tuple(points)) for load, points in ((Load.ALONE, alone), (Load.BUSY, busy))]
-    return curves + [Curve(q, Load.BUSY, ((link_bytes, gbps(link_bytes, seconds)),)) for q, seconds in links.items()], most
+        rates = {s: gbps(everyone if s is Stream.CPU else link_bytes, seconds[s]) for s in seconds}
+        copied = crossings * lab.world_size * (rates[Stream.H2D] + rates[Stream.D2H])
+        most = max(most, by_itself * ADAM_BYTES_PER_PARAM, rates[Stream.CPU] * ADAM_BYTES_PER_PARAM + copied)
+        x = count * lab.world_size
+        alone[x] = max(by_itself, alone.get(x, 0.0))
+        if count == num_threads and rates[Stream.CPU] > busy.get(x, 0.0):
+            links = {Quantity.H2D_GBPS: rates[Stream.H2D], Quantity.D2H_GBPS: rates[Stream.D2H]}
+        busy[x] = max(rates[Stream.CPU], busy.get(x, 0.0))
+    updates = [Curve(Quantity.CPU_ADAM_GPARAMS, load, tuple(sorted(points.items())))
+               for load, points in ((Load.ALONE, alone), (Load.BUSY, busy))]
+    return updates + [Curve(quantity, Load.BUSY, ((link_bytes, rate),)) for quantity, rate in links.items()], most
 
 
 def measure_cast(lab: Lab, rig: Rig, sizes: Sequence[int], num_threads: int) -> list[Curve]:
