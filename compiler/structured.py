@@ -224,7 +224,7 @@ class StructuredSearch:
         others = [options[i].get("source") == OTHER_SOURCE.get(families[i].options[0]["source"]) for i in self.sources]
         shape = Shape((0,) * len(self.kinds), ends=ends, offloaded=sum(options[i]["act"] == "offload" for i in self.acts),
                       held=sum(options[i].get("weights") == "hold" for i in self.holds), other_source=sum(others))  # fmt: skip
-        first = range(0, sum(resident) + 1, max(1, sum(resident) // GRID))
+        first = [*range(0, sum(resident), max(1, sum(resident) // GRID)), sum(resident)]
         placed = [self.filled(replace(shape, resident=n, scattered=sum(resident) - n)) for n in first]
         return min((s for s in placed if s is not None), key=self.period, default=None)
 

@@ -34,7 +34,7 @@ from slidedp.compiler.queues import Queued, Queues, widened
 from slidedp.compiler.relaxation import Proposal, Relaxation, tighten
 from slidedp.compiler.search import choose, feasible, interchange, partners_of, period_of
 from slidedp.compiler.solver import solve
-from slidedp.compiler.structured import COUNTS, StructuredSearch, search_structured
+from slidedp.compiler.structured import COUNTS, Shape, StructuredSearch, search_structured
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null
@@ -474,3 +474,16 @@ def test_a_start_has_the_counts_of_the_program() -> None:
     assert own is not None
     assert (own.resident + own.scattered, own.ends, own.held) == (shape.resident + shape.scattered, shape.ends, shape.held)
     assert search.period(own) <= search.period(shape)
+
+
+def test_a_start_may_have_all_its_resident_layers_in_front() -> None:
+    """However many they are, also where what the starts are apart does not divide their number."""
+    layers, hw = qwen3_4b(4, world_size=4), load_profile("h200x4")
+    graph, rows = analytic(layers, hw)
+    search = StructuredSearch(graph, rows)
+    for num in (7, 16, 17, 23):
+        shape = search.filled(Shape((0,) * len(search.kinds), resident=num, ends=search.most("ends")))
+        assert shape is not None
+        own = search.counted(search.selection(shape))
+        assert own is not None
+        assert search.period(own) <= search.period(shape), num
