@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from slidedp.compiler.choices import Choices, find_choices, pinned_slots
@@ -146,7 +147,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
             best, best_us = solution.decisions, simulated_us
         if abs(solution.step_us / max(simulated_us, 1) - 1) <= CLOSED or not correct(scale, problem, choices, solution, timeline):
             break
-    tidy = polished(problem, choices, scale)
+    tidy = polished(problem, choices, scale, min(best_us / (1 - TOLERANCE), rule_us))
     if tidy is not None and tidy[1] * (1 - TOLERANCE) < best_us and tidy[1] < rule_us:
         best, best_us = tidy
     assert first is not None
@@ -160,33 +161,42 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     return AutoPlan(best, record, time.perf_counter() - began)
 
 
-def polished(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
+def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], most_us: float) -> tuple[Decisions, int] | None:
     """The better of the structured plans under plain and under corrected durations, improved as far as simulating them shows
-    something shorter, and its simulated step; None if none fits.
+    something shorter, and its simulated step; None if none fits. A step longer than `most_us` is of no use.
     """
-    found = [descended(problem, choices, factors) for factors in ({}, scale)[: 1 + bool(scale)]]
-    return min((plan for plan in found if plan is not None), key=lambda plan: plan[1], default=None)
+    plain = StructuredSearch(problem.graph(choices), problem.rows(choices))
+    searches = [plain, StructuredSearch(problem.graph(choices, scale), plain.rows)] if scale else [plain]
+
+    @cache
+    def simulated(selection: tuple[int, ...]) -> int:  # many shapes have the same: what all layers do is resident or another's
+        return problem.simulate(choices.decode(selection)).step_us
+
+    def is_short(shape: Shape) -> bool:  # plain durations: hardly any step is shorter than its period under them
+        return plain.period(shape) <= most_us
+
+    found = [descended(search, simulated, is_short) for search in searches]
+    best = min((plan for plan in found if plan is not None), key=lambda plan: plan[1], default=None)
+    return None if best is None else (choices.decode(best[0]), best[1])
 
 
-def descended(problem: Problem, choices: Choices, scale: Mapping[str, float]) -> tuple[Decisions, int] | None:
-    """The structured plan under these durations, changed while its simulated step gets shorter: another option for all
-    transfers of a kind, a few resident groups more or less, no layer with the other source.
+def descended(search: StructuredSearch, simulated: Callable[[tuple[int, ...]], int], is_short: Callable[[Shape], bool],
+              ) -> tuple[tuple[int, ...], int] | None:
+    """The structured selection of `search`, changed while its simulated step gets shorter: another option for all transfers of
+    a kind, a few resident groups more or less, no layer with the other source; of these what `is_short`. And that step.
     """
-    search = StructuredSearch(problem.graph(choices, scale), problem.rows(choices))
     shape = search.run()
     if shape is None:
         return None
-    best = choices.decode(search.selection(shape))
-    best_us = problem.simulate(best).step_us
+    best_us = simulated(search.selection(shape))
 
     def tried(trial: Shape | None) -> None:
-        nonlocal shape, best, best_us
-        if trial is None or trial == shape:
+        nonlocal shape, best_us
+        if trial is None or trial == shape or not is_short(trial):
             return
-        decisions = choices.decode(search.selection(trial))
-        us = problem.simulate(decisions).step_us
+        us = simulated(search.selection(trial))
         if us < best_us * (1 - WORTH):
-            shape, best, best_us = trial, decisions, us
+            shape, best_us = trial, us
 
     tried(search.filled(replace(shape, other_source=0)))
     for kind in range(len(search.kinds)):
@@ -195,7 +205,7 @@ def descended(problem: Problem, choices: Choices, scale: Mapping[str, float]) ->
     for step in POLISH:
         for change in (-step, step):
             tried(search.filled(replace(shape, resident=min(max(0, shape.resident + change), len(search.states)))))
-    return best, best_us
+    return search.selection(shape), best_us
 
 
 def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:
