@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slidedp.executor.native.build import DTYPE_CODES, SEGMENT, NativeUnavailable, load_library
+from slidedp.executor.native.build import DTYPE_CODES, SEGMENT, NativeUnavailable, in_process, load_library
 
 if TYPE_CHECKING:
     from slidedp.executor.updates import UpdateQueue
@@ -70,7 +70,7 @@ class HostKernels:
             self._crew = queue.crew
         elif self._library is not None:
             self._crew = self._library.slidedp_pool_create(self.num_threads)
-            weakref.finalize(self, self._library.slidedp_pool_destroy, self._crew)
+            weakref.finalize(self, in_process, os.getpid(), self._library.slidedp_pool_destroy, self._crew)
 
     @property
     def native(self) -> bool:

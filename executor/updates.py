@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slidedp.compiler.ops import Stream
-from slidedp.executor.native.build import COMPLETION, GATE, Ranks, StepConstants
+from slidedp.executor.native.build import COMPLETION, GATE, Ranks, StepConstants, in_process
 from slidedp.executor.priority import PriorityStream
 from slidedp.executor.tickets import Ticket
 from slidedp.executor.worker import Task
@@ -51,8 +51,8 @@ class UpdateQueue:
         if not address:
             raise OSError("no thread can be started for the CPU updates; is the process limit (ulimit -u) reached?")
         self._handle = _Handle(address)
-        weakref.finalize(self._handle, _in_process, os.getpid(), library.slidedp_queue_destroy, address).atexit = False
-        weakref.finalize(self._handle, _in_process, os.getpid(), library.slidedp_queue_close, address)  # first; at exit, alone
+        weakref.finalize(self._handle, in_process, os.getpid(), library.slidedp_queue_destroy, address).atexit = False
+        weakref.finalize(self._handle, in_process, os.getpid(), library.slidedp_queue_close, address)  # first; at exit, alone
         self._add, self._arrive = library.slidedp_queue_add, library.slidedp_queue_arrive
         self._found = np.zeros(_MOST, dtype=COMPLETION)
 
@@ -94,12 +94,6 @@ class UpdateQueue:
     def close(self) -> None:
         """Halts, and waits for the threads to end: for what has begun, of each layer a chunk at most. Idempotent."""
         self._library.slidedp_queue_close(self._handle)
-
-
-def _in_process(pid: int, call: Callable[[int], object], address: int) -> None:
-    """Calls `call(address)` in process `pid`, not in a fork of it: that has a copy of the queue, but no threads to wait for."""
-    if os.getpid() == pid:
-        call(address)
 
 
 class UpdateStream(PriorityStream):

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from slidedp.compiler.choices import Choices, find_choices, pinned_slots
@@ -149,7 +150,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
         if abs(solution.step_us / max(simulated_us, 1) - 1) <= CLOSED or not correct(scale, problem, choices, solution, timeline):
             break
     assert first is not None
-    tidy = polished(problem, choices, scale, enough_us=int(first.bound_us * (1 + ASKED_GAP)))
+    tidy = polished(problem, choices, scale, enough_us=first.bound_us * (1 + ASKED_GAP))
     if tidy is not None and tidy[1] * (1 - TOLERANCE) < best_us and tidy[1] < rule_us:
         best, best_us = tidy
     fixed = problem.fixed(best)
@@ -162,46 +163,51 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
     return AutoPlan(best, record, time.perf_counter() - began)
 
 
-def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], enough_us: int) -> tuple[Decisions, int] | None:
+def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], enough_us: float) -> tuple[Decisions, int] | None:
     """The structured plan under plain or under corrected durations, whichever simulates faster, and its simulated step, improved
     by `descended` unless that is `enough_us`; None if none fits.
     """
+
+    @cache
+    def simulated(selection: tuple[int, ...]) -> int:  # many shapes have the same: what all layers do is resident or another's
+        return problem.simulate(choices.decode(selection)).step_us
+
     found = []
     for factors in ({}, scale)[: 1 + bool(scale)]:
         search = StructuredSearch(problem.graph(choices, factors), problem.rows(choices))
         shape = search.run()
         if shape is not None:
-            found.append((problem.simulate(choices.decode(search.selection(shape))).step_us, search, shape))
+            found.append((simulated(search.selection(shape)), search, shape))
     if not found:
         return None
     best_us, search, shape = min(found, key=lambda start: start[0])
-    if best_us <= enough_us:
-        return choices.decode(search.selection(shape)), best_us
-    return descended(problem, choices, best_us, search, shape)
+    if best_us > enough_us:
+        shape = descended(search, shape, simulated)
+    selection = search.selection(shape)
+    return choices.decode(selection), simulated(selection)
 
 
-def descended(problem: Problem, choices: Choices, best_us: int, search: StructuredSearch, shape: Shape) -> tuple[Decisions, int]:
-    """A shape, which simulates to `best_us`, changed while that gets shorter: another option for all transfers of a kind, a few
-    resident groups more or less, no layer with the other source; of these what the event graph sees near it.
+def descended(search: StructuredSearch, shape: Shape, simulated: Callable[[tuple[int, ...]], int]) -> Shape:
+    """`shape`, changed while its `simulated` step gets shorter: another option for all transfers of a kind, a few resident groups
+    more or less, no layer with the other source; of these what the event graph sees near it.
     """
     near = int(search.period(shape) * (1 + NEAR))
 
-    def tried(trial: Shape | None) -> None:
-        nonlocal shape, best_us
-        if trial is None or trial == shape or not search.is_period(trial, near):
-            return
-        us = problem.simulate(choices.decode(search.selection(trial))).step_us
-        if us < best_us * (1 - WORTH):
-            shape, best_us = trial, us
+    def tried(best: Shape, trial: Shape | None) -> Shape:
+        if trial is None or not search.is_period(trial, near):
+            return best
+        shorter = simulated(search.selection(trial)) < simulated(search.selection(best)) * (1 - WORTH)
+        return trial if shorter else best
 
-    tried(search.filled(replace(shape, other_source=0)))
+    shape = tried(shape, search.filled(replace(shape, other_source=0)))
     for kind in range(len(search.kinds)):
         for option in search.options(kind):
-            tried(search.filled(replace(shape, alike=(*shape.alike[:kind], option, *shape.alike[kind + 1 :]))))
+            shape = tried(shape, search.filled(replace(shape, alike=(*shape.alike[:kind], option, *shape.alike[kind + 1 :]))))
     for step in POLISH:
         for change in (-step, step):
-            tried(search.filled(replace(shape, resident=min(max(0, shape.resident + change), len(search.states)))))
-    return choices.decode(search.selection(shape)), best_us
+            resident = min(max(0, shape.resident + change), len(search.states))
+            shape = tried(shape, search.filled(replace(shape, resident=resident)))
+    return shape
 
 
 def choose_frame(problem: Problem, rule: Decisions, hint: Decisions | None) -> Choices:

@@ -1,6 +1,8 @@
 """CPU AdamW: torch's bits from the fallback, torch's values and its own unchanging bits from the native kernel."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -266,6 +268,31 @@ def test_cast_and_reduce_equal_torch(kernel):
             total = total + s.float()
         assert torch.equal(out, total.to(dtype))
         kernels.reduce([s[:0] for s in sources], out[:0])
+
+
+FORKS = """
+import os, signal, sys, time
+from slidedp.executor.kernels import HostKernels
+from slidedp.executor.native.build import Ranks, load_library
+from slidedp.executor.updates import UpdateQueue
+
+queue = UpdateQueue(load_library(), 2, Ranks(1, 1, 8))
+kept = [HostKernels("native", 2), HostKernels("native", 2, queue=queue)]
+time.sleep(0.5)  # their threads sleep now, which is what a fork's end would wait for
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends one that hangs
+    if sys.argv[1] == "drops":
+        del queue, kept
+    sys.exit(0)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("child", ["exits", "drops"])
+def test_a_fork_waits_for_no_threads_that_it_does_not_have(child):
+    subprocess.run([sys.executable, "-c", FORKS, child], check=True)
 
 
 @needs_native

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,9 @@ from test_solver import Slow
 import slidedp
 from slidedp import autopolicy
 from slidedp import decide as deciding
-from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny
+from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, polished
 from slidedp.compiler.costs import WithFallback
-from slidedp.compiler.decisions import Route
+from slidedp.compiler.decisions import Decisions, Route
 from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.eventgraph import EventGraph
 from slidedp.compiler.layergraph import LayerGraph
@@ -92,6 +93,27 @@ def test_the_rule_is_kept_when_the_solver_is_wrong(monkeypatch: pytest.MonkeyPat
     assert kept.record.name == "rule"
     assert kept.record.simulated_us == kept.record.rule_us
     assert kept.pays_after is None
+
+
+def test_polishing_simulates_no_plan_twice_and_no_more_than_asked_for() -> None:
+    layers, s = big(4, layers=6), settings("a800x4-pcie", 4)
+    problem, seen = problem_of(layers, s), list[str]()
+
+    def simulate(decisions: Decisions) -> Timeline:
+        seen.append(repr(decisions))
+        return problem.simulate(decisions)
+
+    watched, scale = replace(problem, simulate=simulate), {str(Stream.H2D): 1.01}
+    choices = watched.choices(default_decisions(layers, s.hw))
+    best = polished(watched, choices, scale, 0)
+    assert best is not None
+    assert best[1] == problem.simulate(best[0]).step_us
+    assert 2 < len(seen) == len(set(seen))
+    seen.clear()
+    start = polished(watched, choices, scale, math.inf)  # any start is enough
+    assert start is not None
+    assert start[1] >= best[1]
+    assert 1 <= len(seen) <= 2
 
 
 def test_twice_the_same() -> None:

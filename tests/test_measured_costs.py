@@ -216,6 +216,14 @@ def test_ranks_measure_together_and_the_slowest_counts(run_ranks, tmp_path):
     assert one["trained True"] == one["trained cached"] == one["trained False"]
 
 
+def test_ranks_that_differ_measure_alike_and_hear_of_one_that_fails(run_ranks):
+    one, two = (r.value for r in run_ranks(measure_cases.measure_unalike, 2, timeout=120))
+    assert one["rates"] == two["rates"]
+    assert one["threads"] == two["threads"] == [4]
+    assert one["error"] == "PeerFailed: rank 1 has failed: OSError: no thread"
+    assert two["error"] == "OSError: no thread"
+
+
 def test_the_cache_is_the_users(monkeypatch, tmp_path):
     assert cache_folder() is None, "conftest.py asks for no cache"
     monkeypatch.delenv("SLIDEDP_CACHE")

@@ -78,6 +78,7 @@ def measure_machine(
     world = collectives.world_size
     threads = num_threads or update_threads(device, world)
     cores = max(len(os.sched_getaffinity(0)) // world, 1)
+    threads, cores = collectives.exchange_ints([threads, cores])  # bound to unlike cores, ranks still make the same experiments
     largest = sizes.link_bytes[-1]
     crossings = 1 if cuda else 2  # how often a copied byte crosses host memory: where the host is its own device, twice
     curves: list[Curve] = []
@@ -102,15 +103,18 @@ def measure_machine(
         ]  # fmt: skip
         if world > 1:
             steps.append(("collectives", lambda: curves.extend(measure_peers(lab, sizes.link_bytes))))
+        healthy = False
         try:
             for i, (name, step) in enumerate(steps):
                 report(name, i, len(steps))
                 step()
             report("done", len(steps), len(steps))
+            healthy = True
         finally:
             lab.close()
             backend.close()  # before the memory that it has registered
-            collectives.barrier()
+            if healthy:  # else the others, who are in another call, hear of it in this rank's next one: see `together`
+                collectives.barrier()
             rig.close()
             if cuda:
                 torch.cuda.empty_cache()

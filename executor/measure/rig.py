@@ -95,6 +95,9 @@ class Rig:
         _fill(self.device_grads, noise)  # it is copied to where updates read: two halves make a small FP32, and no NaN
         self.staging = backend.pinned(piece, BF16)
         backend.fence_caller()
+        own = HostKernels(kernel, 1, quiet=True).native
+        self.native = all(flag for (flag,) in collectives.gather_ints([int(own)]))
+        """True if the update's threads are ours to choose, on all ranks: torch's own kernels use torch's."""
 
     def to_device(self, num_bytes: int) -> Task:
         numel, copy = num_bytes // BF16.itemsize, self.backend.copy
@@ -148,11 +151,6 @@ class Rig:
         with closing(Lab(self.backend, lab.collectives, lab.budget_s)) as own:
             own.open_queue(adam.kernels.library, num_threads, self.state.words.shape())
             yield own, Pieces(adam, self._updates, self._lo, count)
-
-    @property
-    def native(self) -> bool:
-        """True if the update's threads are ours to choose: torch's own kernels use torch's."""
-        return HostKernels(self.kernel, 1, quiet=True).native
 
     def close(self) -> None:
         """The backend, which has the memory registered, is closed by its owner before the ranks part."""

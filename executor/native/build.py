@@ -21,6 +21,7 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,11 @@ def _declare(path: str) -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
         setattr(library, name, function)
     return library
+
+
+def in_process(pid: int, call: Callable[[int], object], address: int) -> None:
+    """Calls `call(address)` in process `pid`, not in a fork of it: that has a copy of the threads' owner, but no threads to wait
+    for.
+    """
+    if os.getpid() == pid:
+        call(address)
