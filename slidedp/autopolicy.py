@@ -150,7 +150,7 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
         if abs(solution.step_us / max(simulated_us, 1) - 1) <= CLOSED or not correct(scale, problem, choices, solution, timeline):
             break
     assert first is not None
-    tidy = polished(problem, choices, scale, enough_us=first.bound_us * (1 + ASKED_GAP))
+    tidy = polished(problem, choices, scale, first.bound_us * (1 + ASKED_GAP))
     if tidy is not None and tidy[1] * (1 - TOLERANCE) < best_us and tidy[1] < rule_us:
         best, best_us = tidy
     fixed = problem.fixed(best)
