@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from device import DEVICE, TINY
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import slidedp
 from slidedp.presets import PRESETS
+
+OWN_FORWARD = Qwen3ForCausalLM.forward
+"""Before Liger's fused loss replaced it for all models of the class, those built before included."""
 
 PIECE = 1 << 26
 """Elements drawn on the GPU at a time: 256 MiB beside whatever the plan has there."""
@@ -43,6 +46,8 @@ def build(size: str, num_layers: int | None = None, device: str = DEVICE, *, dty
                                     fused_linear_cross_entropy=fused_loss)
     except ImportError:
         print("no Liger kernels here: both sides run without")
+    if not fused_loss:
+        Qwen3ForCausalLM.forward = OWN_FORWARD
     config = Qwen3Config(**shape_of(size), use_cache=False)
     config._attn_implementation = "sdpa"
     if num_layers is not None:

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from device import DEVICE, thin
-from models import build, tokens
-from peers import compute_times, on
-from throughput import THIN_FROM, num_params, report, run, shared_arguments
+from models import build
+from throughput import THIN_FROM, measured_references, num_params, run, shared_arguments
 
 import slidedp
 from slidedp.hardware import load_profile
@@ -71,12 +70,8 @@ def candidates(num_layers: int, embedding: str) -> list[Case]:
 def main() -> None:
     args = parse_arguments()
     profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else load_profile("auto")
+    reference = measured_references(args) if args.reference else {}
     model = build(args.size)
-    reference = {}
-    for batch in args.batch if args.reference else ():
-        times = compute_times(model, on(DEVICE, tokens(batch, args.seq, args.size)), args.steps, DEVICE)
-        report("compute-only+recompute", args, batch, times)
-        reference[batch] = sorted(times)[len(times) // 2]
     thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)
     torch.cuda.empty_cache()
     config = model.config

@@ -5,7 +5,8 @@ r"""Tokens per second of a Qwen3 shape through plans, beside a compute-only refe
 
 Random weights, synthetic tokens. The reference keeps BF16 weights on the GPU, recomputes every layer, and has no optimizer:
 what the GPU alone could do. One JSON line a run; ratios are what to quote, since hosts differ. Liger kernels (rotary, norm,
-SwiGLU) are used on both sides where installed. Host memory is the process's proportional set size.
+SwiGLU) are used on both sides where installed; the reference's loss is Liger's fused linear cross-entropy, a plan's is made in
+chunks. Host memory is the process's proportional set size.
 
 `bound_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
 the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -34,7 +36,7 @@ import torch
 from copies import copy_gbps
 from device import DEVICE, full_collections, peak_gib, pss_bytes, reset_peak, thin
 from models import build, tokens
-from peers import compute_times, on
+from peers import compute_only
 
 import slidedp
 
@@ -54,19 +56,26 @@ def main() -> None:
         if args.traces:
             args.traces.mkdir(parents=True, exist_ok=True)
             (args.traces / "profile.yaml").write_text(profile.to_yaml())
+    reference = measured_references(args) if args.reference else {}
     model = build(args.size)
-    reference: dict[int, float] = {}
-    if args.reference:
-        for batch in args.batch:
-            times = compute_times(model, on(DEVICE, tokens(batch, args.seq, args.size)), args.steps, DEVICE)
-            report("compute-only+recompute", args, batch, times)
-            reference[batch] = statistics.median(times)
     thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)
     torch.cuda.empty_cache()
     first: dict[int, float] = {}
     for case in cases(args.case):
         for batch in args.batch:  # a plan each: what fits one batch is another's waste
             run(model, batch, case, profile, args, reference.get(batch), first)
+
+
+def measured_references(args: argparse.Namespace) -> dict[int, float]:
+    """Seconds of a step by batch, of those that fit into HBM."""
+    found: dict[int, float] = {}
+    try:
+        for each in compute_only(args.size, args.batch, args.seq, args.steps, torch.device(DEVICE)):
+            report("compute-only+recompute", args, each["batch"], each["times"])
+            found[each["batch"]] = each["step_s"]
+    except torch.OutOfMemoryError as error:
+        print(f"compute-only: {error}", flush=True)
+    return found
 
 
 def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
@@ -88,10 +97,12 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         plan.synchronize()
         print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
         reset_peak()  # without what planning took to measure the stages
+        predicted = plan.simulate()
+        num_steps = max(args.steps, math.ceil(args.seconds * 1e6 / predicted.step_us))
         with full_collections() as pauses:
-            results = [plan.run(tokens(batch, args.seq, args.size)) for _ in range(args.steps + 1)]
+            results = [plan.run(tokens(batch, args.seq, args.size)) for _ in range(num_steps + 1)]
         times = [r.wall_s for r in results][1:]
-        step_s, predicted = statistics.median(times), plan.simulate()
+        step_s = statistics.median(times)
         host_bytes = pss_bytes()
         peak = {"host_gib": round(host_bytes / 2**30, 1), "host_bytes_per_param": round(host_bytes / num_params(model), 2),
                 "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
@@ -153,7 +164,8 @@ def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
     p.add_argument("--size", default="0.6B", help="0.6B, 1.7B, 4B, 8B; tiny: to try it out without a GPU")
     p.add_argument("--batch", type=lambda s: [int(b) for b in s.split(",")], default=[16], help="sequences, comma-separated")
     p.add_argument("--seq", type=int, default=1024)
-    p.add_argument("--steps", type=int, default=steps, help="measured steps; one more warms up")
+    p.add_argument("--steps", type=int, default=steps, help="measured steps at least; one more warms up")
+    p.add_argument("--seconds", type=float, default=0.0, help="of measured steps, as predicted, at least")
     p.add_argument("--no-reference", dest="reference", action="store_false")
     p.add_argument("--traces", type=Path, help="a folder for traces of each plan, predicted and measured, numbered as run")
     p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
