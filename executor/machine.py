@@ -47,7 +47,7 @@ from slidedp.executor.host_state import HostState
 from slidedp.executor.interpreter import Interpreter
 from slidedp.executor.kernels import HostKernels
 from slidedp.executor.meetings import Meetings
-from slidedp.executor.options import MachineOptions, update_threads
+from slidedp.executor.options import MachineOptions, update_niceness, update_threads
 from slidedp.executor.resident import ResidentState
 from slidedp.executor.runners import Runners
 from slidedp.executor.saving import Saves
@@ -136,7 +136,7 @@ class Machine:
         self.adam = CpuAdam(self.state, self.plan.layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
         queue = None
         if self.adam.native and self.options.native_queue:
-            queue = UpdateQueue(self.adam.kernels.library, threads, self.words.shape())
+            queue = UpdateQueue(self.adam.kernels.library, threads, self.words.shape(), update_niceness(self.backend.device))
             self.streams.updates.open_queue(queue)
         self.clipping: Clipping | None = None
         if self.plan.decisions.update is Update.DEFERRED:

@@ -42,12 +42,13 @@ class _Handle(ctypes.c_void_p):
 class UpdateQueue:
     """Threads that run bound updates (:class:`slidedp.executor.adam.BoundUpdate`), which must outlive it.
 
-    `ranks`: how words, losses and presence flags are laid out. Raises OSError when the system gives no thread.
+    `ranks`: how words, losses and presence flags are laid out. `niceness`: of the threads, above the process's (see
+    :func:`slidedp.executor.options.update_niceness`). Raises OSError when the system gives no thread.
     """
 
-    def __init__(self, library: Any, num_threads: int, ranks: Ranks) -> None:
+    def __init__(self, library: Any, num_threads: int, ranks: Ranks, niceness: int = 0) -> None:
         self._library = library
-        address = library.slidedp_queue_create(num_threads, ctypes.byref(ranks))
+        address = library.slidedp_queue_create(num_threads, niceness, ctypes.byref(ranks))
         if not address:
             raise OSError("no thread can be started for the CPU updates; is the process limit (ulimit -u) reached?")
         self._handle = _Handle(address)

@@ -2,9 +2,11 @@
 
 import contextlib
 import itertools
+import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from slidedp.compiler.timeline import measured_timeline
 from slidedp.executor.adam import CpuAdam, NonFiniteGradient
 from slidedp.executor.host_state import HostState
 from slidedp.executor.kernels import HostKernels
-from slidedp.executor.native.build import DONE, SKIPPED, Ranks, StepConstants
+from slidedp.executor.native.build import DONE, SKIPPED, Ranks, StepConstants, load_library
 from slidedp.executor.streams import Streams
 from slidedp.executor.tickets import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
@@ -296,6 +298,29 @@ def test_a_callback_that_raises_aborts(rig):
 def test_delayed_streams_take_updates_as_functions(rig):
     assert rig().streams.updates.takes_updates
     assert not rig(delay=lambda name: 0.0).streams.updates.takes_updates
+
+
+@pytest.mark.parametrize("niceness", [0, 10])
+def test_the_threads_of_the_queue_alone_give_way_to_others(niceness):
+    before = niceness_of_threads()
+    queue = UpdateQueue(load_library(), 3, Ranks(1, 1, 8), niceness)
+    wanted = [os.nice(0) + niceness] * 3
+    for _ in range(1000):  # each thread takes its own niceness, soon after it has begun
+        started = {tid: nice for tid, nice in niceness_of_threads().items() if tid not in before}
+        if sorted(started.values()) == wanted:
+            break
+        time.sleep(0.01)
+    assert sorted(started.values()) == wanted
+    queue.close()
+    assert niceness_of_threads().items() <= before.items()
+
+
+def niceness_of_threads() -> dict[str, int]:
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            found[task.name] = int((task / "stat").read_text().rpartition(")")[2].split()[16])  # field 19 of proc_pid_stat(5)
+    return found
 
 
 def test_casts_and_sums_on_the_threads_of_the_updates_change_no_bit(rig):

@@ -11,6 +11,7 @@ from slidedp.compiler.ops import Stream
 from slidedp.executor.backend import Backend
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.native.build import Ranks, StepConstants
+from slidedp.executor.options import update_niceness
 from slidedp.executor.tickets import Ticket
 from slidedp.executor.updates import UpdateQueue
 
@@ -50,7 +51,7 @@ class Lab:
 
     def open_queue(self, library: Any, num_threads: int, ranks: Ranks) -> None:
         """Native updates of this lab run as a plan's do: by `num_threads` threads that wait for no Python between two of them."""
-        self._streams.updates.open_queue(UpdateQueue(library, num_threads, ranks))
+        self._streams.updates.open_queue(UpdateQueue(library, num_threads, ranks, update_niceness(self.backend.device)))
 
     def seconds(self, work: Mapping[Stream, Task | NativeUpdate], *, alone: bool = False) -> dict[Stream, float]:
         """Seconds of one op of each stream while those of all others run: the slowest rank's, on every rank.

@@ -111,7 +111,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "slidedp_update_take_rows": (None, [_POINTER, _POINTER]),
     "slidedp_update_destroy": (None, [_POINTER]),
     "slidedp_update_now": (_INT64, [_POINTER, _POINTER, _INT64, _DOUBLE, _POINTER, _DOUBLE]),
-    "slidedp_queue_create": (_POINTER, [_INT32, _POINTER]),
+    "slidedp_queue_create": (_POINTER, [_INT32, _INT32, _POINTER]),
     "slidedp_queue_crew": (_POINTER, [_POINTER]),
     "slidedp_queue_close": (None, [_POINTER]),
     "slidedp_queue_destroy": (None, [_POINTER]),

@@ -15,6 +15,7 @@
 // held: giving it up would cost more than the call.
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -31,6 +32,8 @@
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include <sys/resource.h>
 
 #include "update.h"
 
@@ -62,6 +65,12 @@ struct Completion {  // mirrors COMPLETION
     int64_t id, result;
     double start_s, end_s;  // monotonic clock; of two spans one ends before the other starts, or is inside it
 };
+
+void yield_to_others(int32_t niceness) {
+    errno = 0;
+    int before = getpriority(PRIO_PROCESS, 0);  // 0: on Linux the calling thread
+    if (niceness > 0 && errno == 0) setpriority(PRIO_PROCESS, 0, before + niceness);
+}
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -109,10 +118,15 @@ struct Job {
 
 class Queue : public Crew {
 public:
-    Queue(int32_t threads, const Ranks& ranks) : ranks_(ranks) {
+    // `niceness`: of the threads, above the process's. Whoever issues work to a GPU wakes and sleeps all the time; on a core of an
+    // equal that never rests it would wait for that one's time slice to end, 3 ms.
+    Queue(int32_t threads, int32_t niceness, const Ranks& ranks) : ranks_(ranks) {
         for (int32_t i = 0; i < threads; i++) {
             try {
-                workers_.emplace_back([this] { serve(); });
+                workers_.emplace_back([this, niceness] {
+                    yield_to_others(niceness);
+                    serve();
+                });
             } catch (const std::system_error&) {
                 if (workers_.empty()) throw;
                 break;  // no more threads to be had: fewer, same bits
@@ -336,9 +350,9 @@ void* slidedp_update_create(int32_t what, const State* states, const int64_t* si
 void slidedp_update_take_rows(void* update, const Rows* rows) { static_cast<Update*>(update)->take_rows(*rows); }
 void slidedp_update_destroy(void* update) { delete static_cast<Update*>(update); }
 
-void* slidedp_queue_create(int32_t threads, const Ranks* ranks) {
+void* slidedp_queue_create(int32_t threads, int32_t niceness, const Ranks* ranks) {
     try {
-        return new Queue(threads, *ranks);
+        return new Queue(threads, niceness, *ranks);
     } catch (const std::exception&) {
         return nullptr;
     }
