@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from slidedp.compiler.contention import Resource
 from slidedp.compiler.ops import OpKind, Stream
 
+Event = tuple[str, Stream, float, float]
+"""Op, stream, start and end in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -73,6 +76,11 @@ class Timeline:
     peer_wait_us: int = 0
     """In a measured step of several ranks: microseconds in which collectives waited for the last rank to begin them. Not part of
     `busy_us`, though the stream could do nothing else; skew between ranks is not predicted."""
+    issues: tuple[Span, ...] = ()
+    """In a measured step, of ops on a device: when a host thread issued them. `stream` is the device's."""
+    issuing_us: Mapping[Stream, int] = field(default_factory=dict)
+    """In a measured step: for how much of `busy_us` the host was still issuing the op that ran, streams without any left out.
+    Where this is most of it the device waits for the host's Python: what it runs should have been issued long before."""
 
     @property
     def utilisation(self) -> dict[Stream, float]:
@@ -115,6 +123,9 @@ class Timeline:
             lines.append("contention adds " + _by_kind(self.contended_us))
         if self.peer_wait_us:
             lines.append(f"collectives also wait {_ms(self.peer_wait_us)} for the last rank")
+        if self.issuing_us:
+            late = ", ".join(f"{stream} {_ms(us)}" for stream, us in self.issuing_us.items())
+            lines.append(f"of their busy times, the host was still issuing the op: {late}")
         if self.resources:
             lines.append("of what is shared, used: " + ", ".join(f"{name} {part:.0%}" for name, part in self.resources.items()))
         if not self.steady:
@@ -128,18 +139,41 @@ def shortened(cycle: Sequence[Leg], longest: int = 8) -> tuple[Leg, ...]:
     return tuple(cycle[i] for i in kept)
 
 
-def measured_timeline(events: Sequence[tuple[str, Stream, float, float]], num_steps: int, peer_wait_s: float = 0.0) -> Timeline:
-    """A Timeline from recorded (op, stream, start, end) in seconds of `num_steps` steps in a row. `critical` is empty.
+def measured_timeline(
+    events: Sequence[Event], num_steps: int, peer_wait_s: float = 0.0, issues: Sequence[Event] = ()
+) -> Timeline:
+    """A Timeline of `num_steps` recorded steps in a row. `critical` is empty.
 
     `peer_wait_s`: of all steps, how long collectives waited for other ranks; it counts apart from the comm stream's busy time.
+    `issues`: when the host issued ops, of those that ran on a device.
     """
     origin = min((start for _, _, start, _ in events), default=0.0)
-    spans = tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in events)
+    spans, issued = (tuple(Span(op, stream, round((a - origin) * 1e6), round((b - origin) * 1e6)) for op, stream, a, b in seen)
+                     for seen in (events, issues))
     busy = {s: covered_us([span for span in spans if span.stream is s]) // num_steps for s in Stream}
     waited = round(peer_wait_s * 1e6) // num_steps
     busy[Stream.COMM] -= min(waited, busy[Stream.COMM])
     end = max((span.end_us for span in spans), default=0)
-    return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, (), peer_wait_us=waited)
+    return Timeline(end // num_steps, spans, {s: us for s, us in busy.items() if us}, (), peer_wait_us=waited, issues=issued,
+                    issuing_us={s: us // num_steps for s, us in overlaps_us(spans, issued).items() if us >= num_steps})
+
+
+def overlaps_us(spans: Iterable[Span], issued: Iterable[Span]) -> dict[Stream, int]:
+    """By stream, for how many microseconds ops ran while they were still being issued."""
+    runs, issues = _by_op(spans), _by_op(issued)
+    found: dict[Stream, int] = {}
+    for stream, op in runs.keys() & issues.keys():
+        pairs = zip(runs[stream, op], issues[stream, op], strict=False)  # the n-th issue of an op is of its n-th run
+        both = sum(max(min(a.end_us, b.end_us) - max(a.start_us, b.start_us), 0) for a, b in pairs)
+        found[stream] = found.get(stream, 0) + both
+    return {stream: found[stream] for stream in Stream if stream in found}
+
+
+def _by_op(spans: Iterable[Span]) -> dict[tuple[Stream, str], list[Span]]:
+    found: dict[tuple[Stream, str], list[Span]] = {}
+    for span in sorted(spans, key=lambda s: s.start_us):
+        found.setdefault((span.stream, span.op), []).append(span)
+    return found
 
 
 def covered_us(spans: Iterable[Span]) -> int:

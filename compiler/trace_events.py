@@ -1,7 +1,8 @@
 """A timeline as a Chrome trace (JSON), for https://ui.perfetto.dev or chrome://tracing: predicted and measured alike.
 
 One track a stream, in the order of :class:`Stream`; a slice an op, with what it reads, writes and moves; an arrow for
-each `version` and `reuse` edge; a counter of device memory, in all and for each use that changes.
+each `version` and `reuse` edge; a counter of device memory, in all and for each use that changes. Of a measured run on a device
+one more track a stream: when the host issued its ops.
 
 Source: "Trace Event Format", the Chromium project's document; events of phase X, M, C, s and f.
 """
@@ -18,7 +19,7 @@ from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.memory_over_time import memory_curve
 from slidedp.compiler.ops import Op, OpGraph, Reason, Stream
-from slidedp.compiler.simulate import Timeline
+from slidedp.compiler.simulate import Span, Timeline
 from slidedp.compiler.text import print_ref
 from slidedp.compiler.unroll import Instance, unroll
 
@@ -53,10 +54,13 @@ def trace_events(
     """
     instances = without_overlap(unroll(timeline, num_steps))
     tracks = {stream: k for k, stream in enumerate(s for s in Stream if any(i.stream is s for i in instances))}
+    seen = {span.stream for span in timeline.issues}
+    issued = {stream: len(tracks) + k for k, stream in enumerate(s for s in tracks if s in seen)}
     events = [*slices(graph, instances, tracks), *flows(graph, instances, tracks, arrows),
-              *counters(layers, decisions, graph, instances)]  # fmt: skip
+              *counters(layers, decisions, graph, instances), *issues(timeline.issues, issued)]  # fmt: skip
     order = {"X": 0, "s": 1, "f": 2, "C": 3}
-    return [*names(tracks, title), *sorted(events, key=lambda e: (e["ts"], order[e["ph"]], e.get("tid", 0)))]
+    labels = {tid: str(stream) for stream, tid in tracks.items()} | {tid: f"{stream}: issued" for stream, tid in issued.items()}
+    return [*names(labels, title), *sorted(events, key=lambda e: (e["ts"], order[e["ph"]], e.get("tid", 0)))]
 
 
 def without_overlap(instances: Iterable[Instance]) -> tuple[Instance, ...]:
@@ -74,10 +78,10 @@ def without_overlap(instances: Iterable[Instance]) -> tuple[Instance, ...]:
     return tuple(out)
 
 
-def names(tracks: dict[Stream, int], title: str) -> Iterator[Event]:
+def names(labels: dict[int, str], title: str) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}
-    for stream, tid in tracks.items():
-        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": str(stream)}}
+    for tid, label in labels.items():
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": label}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": tid, "args": {"sort_index": tid}}
 
 
@@ -86,6 +90,13 @@ def slices(graph: OpGraph, instances: Sequence[Instance], tracks: dict[Stream, i
         op = graph[i.op] if i.op in graph.index else None
         what = {"cat": str(op.kind), "args": {"step": i.step} | details(op)} if op else {"cat": "other", "args": {"step": i.step}}
         yield {"ph": "X", "name": i.op, "pid": 0, "tid": tracks[i.stream], "ts": i.start_us, "dur": i.end_us - i.start_us, **what}
+
+
+def issues(spans: Iterable[Span], tracks: dict[Stream, int]) -> Iterator[Event]:
+    for span in spans:
+        start_us = max(span.start_us, 0)  # time begins with the first op on the device, which was issued before
+        yield {"ph": "X", "name": span.op, "cat": "issue", "pid": 0, "tid": tracks[span.stream], "ts": start_us,
+               "dur": max(span.end_us - start_us, 0)}
 
 
 def details(op: Op) -> Event:

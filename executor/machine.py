@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from slidedp.compiler.decisions import Update
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.ops import Edge, OpGraph, Stream
+from slidedp.compiler.ops import Edge, OpGraph
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.rows import find_splits
+from slidedp.compiler.timeline import Event
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding, share_buffers
@@ -58,7 +59,6 @@ from slidedp.executor.tickets import Aborted, Ticket
 from slidedp.executor.updates import UpdateQueue
 from slidedp.executor.words import AbortReason, Board, PeerError
 
-Event = tuple[str, Stream, float, float]
 """What one op did: name, stream, start and end in seconds."""
 
 LOOK_BACK = 64
@@ -318,15 +318,16 @@ class Machine:
             self.in_flight = None
 
     @contextmanager
-    def recording(self) -> Iterator[list[Event]]:
-        """Collects (op, stream, start, end), in seconds, of every op that starts in the block. Nothing may be in flight."""
+    def recording(self) -> Iterator[tuple[list[Event], list[Event]]]:
+        """Collects when every op that starts in the block runs, and when those of devices are issued. Nothing is in flight."""
         self.backend.anchor_clock()
-        events: list[Event] = []
+        events, issues = list[Event](), list[Event]()
         before, self.streams.trace = self.streams.trace, lambda *event: events.append(event)
+        self.streams.issues = lambda *event: issues.append(event)
         try:
-            yield events
+            yield events, issues
         finally:
-            self.streams.trace = before
+            self.streams.trace, self.streams.issues = before, None
 
     def raise_failure(self) -> None:
         if self.closed:

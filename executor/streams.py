@@ -75,6 +75,8 @@ class OpStream(Worker):
                 tracked = ticket.tracked or timing
                 ticket.event = device.record(blocking=tracked, timing=timing)
                 ticket._mark_issued()
+                if timing and streams.issues is not None:
+                    streams.issues(ticket.name, self.stream, start, time.perf_counter())
                 if tracked or ticket.tracked:
                     self._track(ticket, begin)
             else:
@@ -176,7 +178,8 @@ class Streams(Mapping[Stream, Worker]):
 
     enter: runs first in every stream's thread, with the stream (e.g. to choose its device).
     delay: test mode; op name -> seconds that its stream sleeps before running it, to shake out missing edges.
-    trace: receives each op's name, stream, start and end; device ops are then timed by events on the device.
+    trace: receives each op's name, stream, start and end; device ops are then timed by events on the device. While there is
+        one, `issues` receives the same of the host's issuing them.
     """
 
     def __init__(
@@ -188,6 +191,7 @@ class Streams(Mapping[Stream, Worker]):
         trace: Trace | None = None,
     ) -> None:
         self.delay, self.trace = delay, trace
+        self.issues: Trace | None = None
         self.pulse: Pulse | None = None  # of several ranks: who is told of every op
         self.error: BaseException | None = None
         self._closed = False

@@ -160,13 +160,13 @@ class Plan(Artefact):
         assert self._machine is not None
         self._recording = True  # a validation goes on after this
         try:
-            with self._machine.recording() as events:
+            with self._machine.recording() as (events, issues):
                 for batch in batches:
                     self.run(batch)
                 self._machine.synchronize()
         finally:
             self._recording = False
-        return measured_timeline(events, len(batches), peer_wait_s(events, self._machine.meetings))
+        return measured_timeline(events, len(batches), peer_wait_s(events, self._machine.meetings), issues)
 
     def counters(self) -> Counter[str]:
         """Bytes moved (parameters updated, for updates) by this rank so far, counted where copies and kernels are called;

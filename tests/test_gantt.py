@@ -90,6 +90,18 @@ def test_measured_steps_are_numbered_in_order_of_time() -> None:
 # ---- the drawing ----
 
 
+def test_ops_that_run_while_they_are_issued() -> None:
+    """Of two steps; the second `run` is issued well before it runs, the copies in no time."""
+    events = [("run", Stream.GPU, 1.0, 2.0), ("run", Stream.GPU, 3.0, 4.0), ("copy", Stream.H2D, 0.5, 0.6),
+              ("update", Stream.CPU, 1.0, 4.0)]  # fmt: skip
+    issues = [("run", Stream.GPU, 0.75, 1.5), ("run", Stream.GPU, 1.5, 2.75), ("copy", Stream.H2D, 0.25, 0.25)]
+    line = measured_timeline(events, 2, issues=issues)
+    assert line.issuing_us == {Stream.GPU: 250_000}
+    assert "still issuing the op: gpu 250.00 ms" in str(line)
+    assert [span.start_us for span in line.issues] == [250_000, 1_000_000, -250_000]
+    assert not measured_timeline(events, 2).issuing_us
+
+
 def test_gantt_of_a_small_plan(golden: Callable[[str, str], None]) -> None:
     ops = lower(layers := stack(6), default_decisions(layers, load_profile("h200x1")))
     line = simulate(ops, plain_us)

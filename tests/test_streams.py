@@ -290,6 +290,22 @@ def test_trace_times_host_and_device_ops_on_one_clock(streams, devices):
     assert seen["a"][2] - seen["a"][1] >= 0.015  # time on the device, not of issuing
 
 
+def test_issues_are_times_of_the_host_and_of_device_ops_only(streams, devices):
+    issues: list[tuple[str, Stream, float, float]] = []
+    s = streams(devices=devices, trace=lambda *event: None)
+    s.issues = lambda *event: issues.append(event)
+    gpu, blocked = devices[Stream.GPU], threading.Event()
+    a = s.submit(Stream.GPU, lambda: gpu.launch(blocked.wait), name="a")
+    assert a.wait_issued(WAIT_S)
+    issued_by = time.perf_counter()
+    blocked.set()
+    s.submit(Stream.CPU, lambda: None, [a], name="b").wait_done(WAIT_S)
+    s.close()
+    assert [(name, stream) for name, stream, *_ in issues] == [("a", Stream.GPU)]
+    assert issues[0][2] <= issues[0][3]
+    assert issues[0][2] <= issued_by
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_holds_compute_up_is_timed(streams, devices, on_device, monkeypatch):
     """A copy takes 7 s, and does not end before compute has begun to wait for it."""

@@ -87,6 +87,17 @@ def test_tracks_are_streams_in_order() -> None:
     assert names == [str(s) for s in Stream if s in line.busy_us]
 
 
+def test_when_ops_were_issued_is_a_track_of_its_own() -> None:
+    layers, decisions, ops, line = planned(stack(3))
+    measured = replace(twice(line), issues=(Span("fwd.L00", Stream.GPU, -5, 7), Span("fwd.L01", Stream.GPU, 9, 12)))
+    events = trace_events(ops, measured, layers, decisions)
+    require_sound(events)
+    track = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}["gpu: issued"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in events if e.get("tid") == track and e["ph"] == "X"] == [
+        ("fwd.L00", 0, 7), ("fwd.L01", 9, 3)]  # fmt: skip
+    assert len(events) == len(trace_events(ops, twice(line), layers, decisions)) + 2 + 2  # slices; name and place of the track
+
+
 def test_arrows_are_the_edges_between_steps_that_are_there() -> None:
     layers, decisions, ops, line = planned(stack(4))
     for reason in (Reason.VERSION, Reason.REUSE, Reason.DATA):

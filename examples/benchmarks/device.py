@@ -4,6 +4,7 @@
     TINY        the shape of `--size tiny`
     timed       seconds of each of some steps
     pss_bytes   host memory of this process
+    stolen      how much of the cores' time the hypervisor has given to others
     full_collections    how long garbage collections hold up all Python threads
     thin        a model whose weights are one piece of noise: for shapes that the host cannot hold twice
 """
@@ -78,6 +79,20 @@ def full_collections() -> Iterator[list[float]]:
         yield pauses
     finally:
         gc.callbacks.remove(note)
+
+
+@contextmanager
+def stolen() -> Iterator[list[float]]:
+    """The fraction of all cores' time in the block that was `steal` in /proc/stat, once the block has ended."""
+    fraction, before = list[float](), _ticks()
+    yield fraction
+    spent = [b - a for a, b in zip(before, _ticks(), strict=True)]
+    fraction.append(spent[7] / max(sum(spent[:8]), 1))
+
+
+def _ticks() -> list[int]:
+    with open("/proc/stat") as f:
+        return [int(word) for word in f.readline().split()[1:]]
 
 
 def pss_bytes() -> int:

@@ -21,9 +21,9 @@ import time
 from typing import Any
 
 import torch
-from device import DEVICE, thin
+from device import DEVICE
 from models import build
-from throughput import THIN_FROM, measured_references, num_params, run, shared_arguments
+from throughput import measured_references, run, shared_arguments
 
 import slidedp
 from slidedp.hardware import load_profile
@@ -72,8 +72,6 @@ def main() -> None:
     profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else load_profile("auto")
     reference = measured_references(args) if args.reference else {}
     model = build(args.size)
-    thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)
-    torch.cuda.empty_cache()
     config = model.config
     plans = candidates(config.num_hidden_layers, "shared0" if config.tie_word_embeddings else "prologue")
     for batch in args.batch:

@@ -12,6 +12,8 @@ chunks. Host memory is the process's proportional set size.
 the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
 `mean_s`: of the measured steps; where the host binds they differ by a third, and the next ones make up for it.
 `gc_s`: full garbage collections during the steps, in which no thread of Python's runs.
+`issuing_s`: for how long ops ran while the host was still issuing them. Much of it for `gpu`: the host's Python holds it up.
+`stolen`: of the steps' time, the fraction that the hypervisor kept the machine's cores for others, in the mean.
 `waits_s`: how long the GPU waits in a step, by what it waits for as predicted, in all as measured.
 
     python examples/benchmarks/throughput.py --size 4B --batch 16,64 state=host / state=host max_grad_norm=inf \
@@ -34,7 +36,7 @@ from typing import Any
 
 import torch
 from copies import copy_gbps
-from device import DEVICE, full_collections, peak_gib, pss_bytes, reset_peak, thin
+from device import DEVICE, full_collections, peak_gib, pss_bytes, reset_peak, stolen, thin
 from models import build, tokens
 from peers import compute_only
 
@@ -58,8 +60,6 @@ def main() -> None:
             (args.traces / "profile.yaml").write_text(profile.to_yaml())
     reference = measured_references(args) if args.reference else {}
     model = build(args.size)
-    thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)
-    torch.cuda.empty_cache()
     first: dict[int, float] = {}
     for case in cases(args.case):
         for batch in args.batch:  # a plan each: what fits one batch is another's waste
@@ -83,6 +83,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
     """One plan; what was reported, None if it cannot be. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
+    thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)  # the plan before has left it whole
     gc.collect()
     torch.cuda.empty_cache()  # of the plan before: it would count as this one's
     try:
@@ -99,7 +100,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         reset_peak()  # without what planning took to measure the stages
         predicted = plan.simulate()
         num_steps = max(args.steps, math.ceil(args.seconds * 1e6 / predicted.step_us))
-        with full_collections() as pauses:
+        with full_collections() as pauses, stolen() as fraction:
             results = [plan.run(tokens(batch, args.seq, args.size)) for _ in range(num_steps + 1)]
         times = [r.wall_s for r in results][1:]
         step_s = statistics.median(times)
@@ -112,6 +113,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         bound = max([reference_s or 0.0, *bounds.values()])
         over_first = step_s / first.setdefault(batch, step_s)
         line = report("slidedp", args, batch, times, case=case, **peak, gc_s=[round(p, 3) for p in pauses],
+               stolen=round(fraction[0], 4),
                mean_s=round(statistics.mean(times), 4),
                loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
@@ -122,6 +124,7 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                | {"measured": round(measured.exposed_us / 1e6, 3)},
                busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
                        if s in measured.busy_us},  # measured, predicted
+               issuing_s={str(s): round(us / 1e6, 3) for s, us in measured.issuing_us.items()},
                copy_gbps=copy_gbps(plan, measured, predicted), over_first_case=round(over_first, 4), **clipping(plan))
         print(f"predicted {predicted}\nmeasured {measured}", flush=True)
         if args.traces:
