@@ -1,7 +1,7 @@
 """What a plan decides, per group and for the plan as a whole (DESIGN §5).
 
 `Decisions` is all that a plan file needs to hold: the ops follow from it, the LayerGraph and the passes. Who decides:
-the user (:mod:`slidedp.compiler.policy`), and for the rest the rule in :mod:`slidedp.compiler.defaults`.
+the user (:mod:`slidedp.compiler.policy`), and for the rest the rule in :mod:`slidedp.compiler.solver.defaults`.
 """
 
 from __future__ import annotations

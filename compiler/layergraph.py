@@ -5,7 +5,7 @@ per layer, and the epilogue (final norm, head, loss). A *group* is a set of para
 one flat buffer per place (master, moments, shadow, weight slot, gradient slot), the same layout in each.
 
 Everything here is plain data: a LayerGraph can be written into a plan file and read back without the model. What the
-executor runs (torch.fx graph modules) travels beside it, in :class:`slidedp.compiler.tracer.Trace`.
+executor runs (torch.fx graph modules) travels beside it, in :class:`slidedp.compiler.tracing.tracer.Trace`.
 """
 
 from __future__ import annotations

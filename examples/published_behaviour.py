@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.simulation.timeline import Timeline
 from slidedp.hardware import load_profile
 from slidedp.sweep import Case, Sweep
 

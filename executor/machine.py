@@ -32,7 +32,7 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.ops import Edge, OpGraph
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.rows import find_splits
-from slidedp.compiler.timeline import Event
+from slidedp.compiler.simulation.timeline import Event
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding, share_buffers

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.footprint.memory import largest_update
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks, shard
-from slidedp.compiler.memory import largest_update
 from slidedp.compiler.residency import resident_groups
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import Backend

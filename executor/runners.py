@@ -13,7 +13,7 @@ from slidedp.executor.gradients import GradientSlots
 from slidedp.executor.stages import StageRunner
 
 if TYPE_CHECKING:
-    from slidedp.compiler.tracer import Trace
+    from slidedp.compiler.tracing.tracer import Trace
 
 
 class Runners:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from slidedp.compiler.footprint.moments import SELECTED_SHARE
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.moments import SELECTED_SHARE
 from slidedp.executor.backend import Backend
 from slidedp.executor.parcels import num_bytes, storage_of
 

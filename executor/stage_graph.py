@@ -14,7 +14,7 @@ from slidedp.executor.saved import SavedTensors
 from slidedp.executor.selective import Keeping
 
 if TYPE_CHECKING:
-    from slidedp.compiler.tracer import StageProgram
+    from slidedp.compiler.tracing.tracer import StageProgram
 
 Weights = Mapping[str, list[Tensor]]
 """Group -> its parameters as leaves (:meth:`Binding.leaves` of the slot that they were delivered to)."""

@@ -25,7 +25,7 @@ from slidedp.executor.saved import SavedTensors
 from slidedp.executor.stage_graph import Graph
 
 if TYPE_CHECKING:
-    from slidedp.compiler.tracer import StageProgram
+    from slidedp.compiler.tracing.tracer import StageProgram
 
 
 @dataclass(slots=True)

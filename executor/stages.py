@@ -39,7 +39,7 @@ from slidedp.executor.stage_values import StageValues
 from slidedp.executor.surroundings import Changed, Surroundings
 
 if TYPE_CHECKING:
-    from slidedp.compiler.tracer import StageProgram, Trace
+    from slidedp.compiler.tracing.tracer import StageProgram, Trace
 
 
 class StageRunner:

@@ -14,7 +14,7 @@ from slidedp.executor.backend import Backend, RngState
 from slidedp.executor.binding import Binding, BufferStore
 
 if TYPE_CHECKING:
-    from slidedp.compiler.tracer import StageProgram
+    from slidedp.compiler.tracing.tracer import StageProgram
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import count
 from typing import ClassVar
 
-from slidedp.compiler.memory import Mover, activation_slots, movers, num_places, num_places_back
+from slidedp.compiler.footprint.memory import Mover, activation_slots, movers, num_places, num_places_back
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream, in_lane
 from slidedp.passes.base import Pass, insert_after
 

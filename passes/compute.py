@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from slidedp.compiler.decisions import Activation
+from slidedp.compiler.footprint.memory import sums_apart
 from slidedp.compiler.layergraph import Group, Stage, StageKind
-from slidedp.compiler.memory import sums_apart
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Ref, Stream, in_lane
 from slidedp.compiler.residency import is_resident, is_windowed
 from slidedp.passes.base import Pass, weights

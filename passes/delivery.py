@@ -13,8 +13,8 @@ from itertools import count
 from typing import ClassVar
 
 from slidedp.compiler.decisions import Route, Source
+from slidedp.compiler.footprint.memory import largest_cast
 from slidedp.compiler.layergraph import cut_chunks
-from slidedp.compiler.memory import largest_cast
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
 from slidedp.passes.base import Pass, insert_after
 

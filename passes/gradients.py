@@ -11,8 +11,8 @@ from itertools import count
 from typing import ClassVar
 
 from slidedp.compiler.decisions import Decisions, Reduction
+from slidedp.compiler.footprint.memory import largest_reduced, waiting_bytes
 from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
-from slidedp.compiler.memory import largest_reduced, waiting_bytes
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
 from slidedp.compiler.residency import is_resident, waits_in_hbm
 from slidedp.passes.base import Pass, insert_after

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from slidedp.compiler.footprint.memory import num_window_slots, sum_places, sum_slots
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.memory import num_window_slots, sum_places, sum_slots
 from slidedp.compiler.ops import Op, OpGraph, Ref, Slot
 from slidedp.compiler.residency import held_groups, is_windowed, resident_groups, state_bytes, waits_in_hbm, windowed_groups
 from slidedp.passes.base import Pass, weights

@@ -29,13 +29,13 @@ from slidedp.agreement import StopAsked
 from slidedp.api import compile
 from slidedp.batch import BatchError
 from slidedp.checkpoints import Checkpoint
-from slidedp.compiler.costs import CostModel
-from slidedp.compiler.diff import PlanDiff, diff
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.errors import TraceError
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.memory import MemoryReport
+from slidedp.compiler.footprint.memory import MemoryReport
 from slidedp.compiler.optimizer import AdamW
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.diff import PlanDiff, diff
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.executor.adam import NonFiniteGradient
 from slidedp.executor.checkpoint_files import CheckpointError
 from slidedp.executor.saving import SaveHandle

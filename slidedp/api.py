@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from slidedp.batch import Batches
 from slidedp.cache import cache_folder
-from slidedp.compiler.costs import CostModel
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Update
-from slidedp.compiler.hardware import HardwareProfile
 from slidedp.compiler.optimizer import AdamW
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.planyaml import is_plan
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.planfile.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS

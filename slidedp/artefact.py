@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.gantt import gantt
-from slidedp.compiler.memory import MemoryReport
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.simulate import Timeline
+from slidedp.compiler.drawing.gantt import gantt
+from slidedp.compiler.drawing.trace_events import write_trace
+from slidedp.compiler.footprint.memory import MemoryReport
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.planfile.verdict import Verdict
+from slidedp.compiler.simulation.simulate import Timeline
 from slidedp.compiler.text import print_graph
-from slidedp.compiler.trace_events import write_trace
-from slidedp.compiler.verdict import Verdict
 from slidedp.explanation import Report, explain
 from slidedp.report import describe, memory_of, notes_of, planfile_of
 

@@ -22,25 +22,25 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from slidedp.compiler.choices import Choices, find_choices, pinned_slots
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import CostModel
+from slidedp.compiler.costmodel.contention import Contention
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.eventbuild import build_event_graph
-from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.eventgraph import EventGraph
-from slidedp.compiler.frames import SLOTS, other_counts
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.eventgraph.choices import Choices, find_choices, pinned_slots
+from slidedp.compiler.eventgraph.eventbuild import build_event_graph
+from slidedp.compiler.eventgraph.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.frames import SLOTS, other_counts
+from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio
+from slidedp.compiler.eventgraph.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.maxplus import max_cycle_ratio
-from slidedp.compiler.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.planfile import SolverRecord
-from slidedp.compiler.proven import Proven, prove
-from slidedp.compiler.search import feasible
-from slidedp.compiler.simulate import Timeline
-from slidedp.compiler.solver import GAP, Solution, solve
-from slidedp.compiler.structured import Shape, StructuredSearch, search_structured
+from slidedp.compiler.planfile.planfile import SolverRecord
+from slidedp.compiler.simulation.simulate import Timeline
+from slidedp.compiler.solver.proven import Proven, prove
+from slidedp.compiler.solver.search import feasible
+from slidedp.compiler.solver.solver import GAP, Solution, solve
+from slidedp.compiler.solver.structured import Shape, StructuredSearch, search_structured
 
 TINY_STEP_US = 100_000
 ROUNDS = 3

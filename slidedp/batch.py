@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slidedp.compiler.tracer import Trace
+    from slidedp.compiler.tracing.tracer import Trace
 
 
 Batch = Mapping[str, Tensor]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.cache import machine_hash, read_cached, write_cached
-from slidedp.compiler.measured import Measurement, read_measurement, slowest
-from slidedp.compiler.planyaml import to_text
+from slidedp.compiler.costmodel.measured import Measurement, read_measurement, slowest
+from slidedp.compiler.planfile.planyaml import to_text
 from slidedp.compiler.strict import content_hash, load_yaml, parse_yaml
-from slidedp.compiler.tracer import Trace
+from slidedp.compiler.tracing.tracer import Trace
 from slidedp.executor.binding import share_buffers
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.measure.stages import measure_stages

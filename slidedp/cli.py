@@ -21,11 +21,11 @@ from slidedp.autopolicy import AutoPlan
 from slidedp.cli_show import add_explain_arguments, add_show_arguments
 from slidedp.cli_train import add_train_arguments
 from slidedp.compiler.decisions import Route
-from slidedp.compiler.defaults import check_budgets, check_head
-from slidedp.compiler.diff import diff
 from slidedp.compiler.ops import OpGraph
-from slidedp.compiler.planfile import PlanFile, ops_hash
+from slidedp.compiler.planfile.diff import diff
+from slidedp.compiler.planfile.planfile import PlanFile, ops_hash
 from slidedp.compiler.policy import merge_policies, parse_fixes
+from slidedp.compiler.solver.defaults import check_budgets, check_head
 from slidedp.compiler.text import print_graph
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 
-from slidedp.compiler.gantt import gantt
-from slidedp.compiler.memory_chart import memory_chart
-from slidedp.compiler.memory_over_time import memory_over_time
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.drawing.gantt import gantt
+from slidedp.compiler.drawing.memory_chart import memory_chart
+from slidedp.compiler.drawing.trace_events import write_trace
+from slidedp.compiler.footprint.memory_over_time import memory_over_time
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.text import print_graph
-from slidedp.compiler.trace_events import write_trace
 from slidedp.explanation import explain
 from slidedp.page import write_page
 from slidedp.passes.pipeline import lower

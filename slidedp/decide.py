@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slidedp.autopolicy import AutoPlan, Problem, auto_plan, is_tiny
-from slidedp.compiler.budgets import room_to_fill
-from slidedp.compiler.choices import find_choices, pinned_slots
-from slidedp.compiler.costs import WithFallback
+from slidedp.compiler.costmodel.costs import WithFallback
+from slidedp.compiler.costmodel.measured import Measurement
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, Update
-from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, default_decisions, num_head_chunks
 from slidedp.compiler.errors import BudgetError
-from slidedp.compiler.frames import find_frames, smallest_frame
-from slidedp.compiler.infeasible import explain, fitting_start, least
+from slidedp.compiler.eventgraph.choices import find_choices, pinned_slots
+from slidedp.compiler.eventgraph.frames import find_frames, smallest_frame
+from slidedp.compiler.eventgraph.memoryrows import memory_rows
+from slidedp.compiler.footprint.budgets import room_to_fill
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.measured import Measurement
-from slidedp.compiler.memoryrows import memory_rows
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.policy import apply_policy
-from slidedp.compiler.predict import predict, price
-from slidedp.compiler.proven import Proven
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.simulation.predict import predict, price
+from slidedp.compiler.simulation.timeline import Timeline
+from slidedp.compiler.solver.defaults import HEAD_ROWS, check_budgets, default_decisions, num_head_chunks
+from slidedp.compiler.solver.infeasible import explain, fitting_start, least
+from slidedp.compiler.solver.proven import Proven
 from slidedp.passes.pipeline import lower
 from slidedp.plancache import fingerprint, load_plan_for, store_plan
 from slidedp.speculation import with_fewest, with_most

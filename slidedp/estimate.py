@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.errors import BudgetError
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.memory import MemoryReport, estimate_memory
+from slidedp.compiler.footprint.memory import MemoryReport, estimate_memory
 from slidedp.compiler.units import format_bytes, parse_bytes
 from slidedp.decide import NO_BUDGET, by_the_rule, least_bytes, problem_and_rule
 from slidedp.hardware import builtin_profiles, load_profile

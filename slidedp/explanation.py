@@ -12,18 +12,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slidedp.compiler.binds import Link, links, longest
-from slidedp.compiler.costs import CostModel
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions, GroupDecision, Update
-from slidedp.compiler.gantt import duration
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.drawing.binds import Link, links, longest
+from slidedp.compiler.drawing.gantt import duration
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import LayerGraph, recut
-from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.policy import apply_policy, match_groups
 from slidedp.compiler.residency import speculating_groups
-from slidedp.compiler.timeline import covered_us
+from slidedp.compiler.simulation.timeline import covered_us
 from slidedp.compiler.units import format_bytes
 from slidedp.report import bound_by, validation_lines, wrapped
 from slidedp.what_if import Outcome, WhatIf, what_if

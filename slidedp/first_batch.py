@@ -15,7 +15,7 @@ from slidedp.calibrate import measured_stages
 from slidedp.checkpoints import Checkpoint, require_same_model
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.optimizer import AdamW
-from slidedp.compiler.tracer import Trace
+from slidedp.compiler.tracing.tracer import Trace
 from slidedp.executor.binding import refuse_owned
 from slidedp.executor.collectives import Collectives, PeerFailed, together
 from slidedp.executor.machine import Machine

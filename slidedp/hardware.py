@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slidedp.cache import cache_folder, machine_hash, read_cached, write_cached
-from slidedp.compiler.hardware import HardwareProfile, builtin_names
+from slidedp.compiler.costmodel.hardware import HardwareProfile, builtin_names
 from slidedp.executor.collectives import open_collectives, together
 from slidedp.executor.measure.machine import measure_machine
 from slidedp.progress import progress_bar

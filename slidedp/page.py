@@ -7,15 +7,15 @@ from dataclasses import fields
 from html import escape
 from pathlib import Path
 
-from slidedp.compiler.binds import links, longest
 from slidedp.compiler.decisions import GroupDecision
-from slidedp.compiler.gantt import duration
-from slidedp.compiler.memory_over_time import memory_over_time
+from slidedp.compiler.drawing.binds import links, longest
+from slidedp.compiler.drawing.gantt import duration
+from slidedp.compiler.drawing.svg import colour, memory_svg, ticks, timeline_rows
+from slidedp.compiler.footprint.memory_over_time import memory_over_time
 from slidedp.compiler.ops import OpKind
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.policy import PLAN_KEYS
 from slidedp.compiler.runlength import runs
-from slidedp.compiler.svg import colour, memory_svg, ticks, timeline_rows
 from slidedp.compiler.units import format_bytes
 from slidedp.report import bound_by
 from slidedp.sensitivity import Point, over_batches, over_budgets

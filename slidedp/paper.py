@@ -12,9 +12,9 @@ from torch import nn
 from slidedp.api import Policy, check_solver, deferred, load_hint, load_policy, pins_updates
 from slidedp.autopolicy import AutoPlan
 from slidedp.cache import cache_folder
-from slidedp.compiler.costs import CostModel
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.units import parse_bytes
 from slidedp.hardware import load_profile
 from slidedp.planner import Planner

@@ -23,7 +23,7 @@ from slidedp.artefact import Artefact
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
 from slidedp.calibrate import cached_stages
 from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_names, save
-from slidedp.compiler.simulate import Timeline, measured_timeline
+from slidedp.compiler.simulation.simulate import Timeline, measured_timeline
 from slidedp.ending import close, close_quietly
 from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
 from slidedp.executor.collectives import open_collectives

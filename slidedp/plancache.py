@@ -14,12 +14,12 @@ from pathlib import Path
 
 from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.memoryrows import MemoryRow
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.memoryrows import MemoryRow
-from slidedp.compiler.planfile import decisions_hash, read_solver_record
-from slidedp.compiler.planyaml import read_decisions, to_text, write_decisions
-from slidedp.compiler.proven import Proven
+from slidedp.compiler.planfile.planfile import decisions_hash, read_solver_record
+from slidedp.compiler.planfile.planyaml import read_decisions, to_text, write_decisions
+from slidedp.compiler.solver.proven import Proven
 from slidedp.compiler.strict import as_mapping, check_keys, content_hash, load_yaml
 from slidedp.version import __version__
 

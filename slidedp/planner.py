@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from slidedp.autopolicy import AutoPlan
 from slidedp.batch import Batches, micro_batches
 from slidedp.candidate import Candidate
-from slidedp.compiler.choices import pinned_fields
+from slidedp.compiler.costmodel.measured import Measurement
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, Rows
-from slidedp.compiler.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks, with_fewest_away
 from slidedp.compiler.errors import BudgetError
+from slidedp.compiler.eventgraph.choices import pinned_fields
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import Group, LayerGraph, chunk_rows, in_lanes, recut
-from slidedp.compiler.measured import Measurement
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.planfile.verdict import Verdict
 from slidedp.compiler.policy import plan_fields
 from slidedp.compiler.rows import possible_split
-from slidedp.compiler.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
-from slidedp.compiler.verdict import Verdict
+from slidedp.compiler.solver.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks, with_fewest_away
+from slidedp.compiler.tracing.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.decide import decide, head_chunks_before_costs
 from slidedp.executor.fallback import Expected, Fallback
 from slidedp.recheck import Recheck

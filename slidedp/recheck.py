@@ -9,7 +9,7 @@ import logging
 import statistics
 from pathlib import Path
 
-from slidedp.compiler.verdict import Verdict
+from slidedp.compiler.planfile.verdict import Verdict
 from slidedp.executor.step import Step
 from slidedp.specialisation import Specialisation
 

@@ -8,18 +8,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from slidedp.compiler.costrecord import CostRecord
+from slidedp.compiler.costmodel.tablecosts import MEASURED_TABLE
 from slidedp.compiler.decisions import Boundary, GroupDecision, Residence, Rows, StateHome, Update
+from slidedp.compiler.footprint.memory import MemoryReport, estimate_memory
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.memory import MemoryReport, estimate_memory
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile
-from slidedp.compiler.planyaml import plan_values
+from slidedp.compiler.planfile.costrecord import CostRecord
+from slidedp.compiler.planfile.planfile import Budgets, PlanFile, Predictions, make_planfile
+from slidedp.compiler.planfile.planyaml import plan_values
+from slidedp.compiler.planfile.verdict import PLAN, Verdict
 from slidedp.compiler.residency import is_resident
 from slidedp.compiler.runlength import runs
-from slidedp.compiler.tablecosts import MEASURED_TABLE
 from slidedp.compiler.units import format_bytes
-from slidedp.compiler.verdict import PLAN, Verdict
 from slidedp.version import __version__
 
 if TYPE_CHECKING:

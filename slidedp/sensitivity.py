@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slidedp.compiler.decisions import Update
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.units import format_bytes
 from slidedp.decide import decide
 from slidedp.paper import plan_on_paper

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from slidedp.compiler.costs import CostModel, WithFallback
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.costmodel.costs import CostModel, WithFallback
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.measured import Measurement
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.measured import Measurement
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.predict import cost_model_of
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.simulation.predict import cost_model_of
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 

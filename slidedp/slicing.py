@@ -19,14 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slidedp.autopolicy import TOLERANCE, Problem, is_tiny
 from slidedp.batch import Batches
-from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.decisions import Activation, Decisions, StateHome
 from slidedp.compiler.errors import BudgetError
+from slidedp.compiler.footprint.budgets import room_to_fill
+from slidedp.compiler.footprint.memory import estimate_memory
+from slidedp.compiler.footprint.moments import moments
 from slidedp.compiler.layergraph import LayerGraph, recut
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.moments import moments
-from slidedp.compiler.search import feasible
-from slidedp.compiler.structured import search_structured
+from slidedp.compiler.solver.search import feasible
+from slidedp.compiler.solver.structured import search_structured
 from slidedp.compiler.units import format_bytes
 from slidedp.decide import least_bytes, problem_and_rule
 

@@ -6,15 +6,15 @@ import zlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from slidedp.compiler.costs import ResolvedCosts
+from slidedp.compiler.costmodel.costs import ResolvedCosts
+from slidedp.compiler.costmodel.measured import Measurement
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.measured import Measurement
 from slidedp.compiler.ops import OpGraph, OpKind, split_lane
-from slidedp.compiler.planfile import SolverRecord
-from slidedp.compiler.predict import predict, price
-from slidedp.compiler.timeline import Timeline
-from slidedp.compiler.tracer import Trace
+from slidedp.compiler.planfile.planfile import SolverRecord
+from slidedp.compiler.simulation.predict import predict, price
+from slidedp.compiler.simulation.timeline import Timeline
+from slidedp.compiler.tracing.tracer import Trace
 from slidedp.decide import by_the_rule
 from slidedp.executor.fallback import Fallback
 from slidedp.executor.switching import Lowered

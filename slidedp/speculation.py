@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from slidedp.autopolicy import AutoPlan, Problem
 from slidedp.compiler.decisions import Decisions, Update
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import Group, LayerGraph
-from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.residency import can_speculate
 
 WORTH = 0.005

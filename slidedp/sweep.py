@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions, Route
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.memory import MemoryReport
+from slidedp.compiler.footprint.memory import MemoryReport
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.policy import merge_policies
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.simulation.timeline import Timeline
 from slidedp.compiler.units import format_bytes
 from slidedp.decide import by_the_rule
 from slidedp.planner import Planner

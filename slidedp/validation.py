@@ -30,15 +30,15 @@ from slidedp.cache import machine_hash, read_cached, write_cached
 from slidedp.calibrate import code_of
 from slidedp.candidate import Candidate
 from slidedp.compiler.decisions import Decisions, StateHome
-from slidedp.compiler.defaults import check_budgets
 from slidedp.compiler.errors import BudgetError
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.planfile import PlanFile, decisions_hash, model_hash, params_hash, read_verdict
-from slidedp.compiler.planyaml import to_text
+from slidedp.compiler.planfile.planfile import PlanFile, decisions_hash, model_hash, params_hash, read_verdict
+from slidedp.compiler.planfile.planyaml import to_text
+from slidedp.compiler.planfile.verdict import DEFAULT, PLAN, Verdict
 from slidedp.compiler.policy import merge_policies
+from slidedp.compiler.solver.defaults import check_budgets
 from slidedp.compiler.strict import content_hash, load_yaml, parse_yaml
-from slidedp.compiler.verdict import DEFAULT, PLAN, Verdict
 from slidedp.decide import by_the_rule
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.machine import Machine

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slidedp.compiler.costs import CostModel
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.measured import Measurement
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import check_budgets
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.footprint.memory import MemoryReport
 from slidedp.compiler.layergraph import LayerGraph, recut
-from slidedp.compiler.measured import Measurement
-from slidedp.compiler.memory import MemoryReport
 from slidedp.compiler.ops import OpGraph
-from slidedp.compiler.planfile import Budgets, PlanFile
-from slidedp.compiler.predict import cost_model_of, predict, price
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.planfile.planfile import Budgets, PlanFile
+from slidedp.compiler.simulation.predict import cost_model_of, predict, price
+from slidedp.compiler.simulation.timeline import Timeline
+from slidedp.compiler.solver.defaults import check_budgets
 from slidedp.hardware import builtin_profiles, load_profile
 from slidedp.passes.pipeline import lower
 

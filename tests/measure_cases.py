@@ -11,7 +11,7 @@ from rank_cases import OPTIMIZER, build, shares, start
 from training import state_of
 
 import slidedp
-from slidedp.compiler.tables import Load, Quantity
+from slidedp.compiler.costmodel.tables import Load, Quantity
 from slidedp.executor import kernels
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.native.build import NativeUnavailable

@@ -9,7 +9,7 @@ import torch
 from tiny_models import loss_and_grads
 from torch import Tensor, nn
 
-from slidedp.compiler.tracer import Trace
+from slidedp.compiler.tracing.tracer import Trace
 
 
 def run_stages(t: Trace, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

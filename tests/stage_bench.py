@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slidedp.compiler.decisions import Activation
-from slidedp.compiler.tracer import Trace, trace
+from slidedp.compiler.tracing.tracer import Trace, trace
 from slidedp.executor.backend import CpuBackend, poison
 from slidedp.executor.binding import Binding
 from slidedp.executor.stages import StageRunner

@@ -14,7 +14,7 @@ from training import assert_same_bits, loss_of_output, state_of, train_plainly, 
 
 import slidedp
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDecision
-from slidedp.compiler.memory import estimate_memory
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.ops import OpKind
 from slidedp.compiler.text import parse_graph, print_graph
 from slidedp.executor.options import MachineOptions

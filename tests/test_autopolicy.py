@@ -18,16 +18,16 @@ import slidedp
 from slidedp import autopolicy
 from slidedp import decide as deciding
 from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, polished
-from slidedp.compiler.costs import WithFallback
+from slidedp.compiler.costmodel.costs import WithFallback
 from slidedp.compiler.decisions import Decisions, Route
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.maxplus import max_cycle_ratio
-from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.simulate import Timeline
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.simulation.simulate import Timeline
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.decide import decide, problem_of
 from slidedp.hardware import load_profile
 from slidedp.settings import Settings

@@ -10,10 +10,10 @@ from stacks import looking_up, qwen3_4b
 from test_eventgraph import tied
 
 from slidedp.compiler.decisions import StateHome
-from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.ops import OpKind
 from slidedp.compiler.policy import apply_policy
-from slidedp.compiler.timeline import Span, Timeline
+from slidedp.compiler.simulation.timeline import Span, Timeline
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null

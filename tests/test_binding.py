@@ -11,7 +11,7 @@ from stage_bench import AWKWARD, Batch, Bench, compare, made
 from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import Group, Param
-from slidedp.compiler.tracer import trace
+from slidedp.compiler.tracing.tracer import trace
 from slidedp.executor.binding import Binding
 from slidedp.executor.gradients import GradientSlots
 

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import norm_wise
 
 import slidedp
-from slidedp.compiler.metering import LiveBytes
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.policy import parse_fixes
-from slidedp.compiler.tracer import Trace, trace, with_head_chunks
+from slidedp.compiler.tracing.metering import LiveBytes
+from slidedp.compiler.tracing.tracer import Trace, trace, with_head_chunks
 from slidedp.executor.backend import CpuBackend
 from slidedp.executor.stages import StageRunner
 from slidedp.hardware import load_profile
@@ -244,7 +244,7 @@ def test_without_a_measurement_there_is_an_estimate_on_the_safe_side(monkeypatch
         return head.peaks
 
     known = measured()
-    monkeypatch.setattr("slidedp.compiler.loss_memory._peak_bytes", lambda *_: 1 / 0)
+    monkeypatch.setattr("slidedp.compiler.tracing.loss_memory._peak_bytes", lambda *_: 1 / 0)
     assert all(n == m and size <= guess < 2.5 * size for (n, size), (m, guess) in zip(known, measured(), strict=True))
 
 
@@ -316,8 +316,8 @@ def test_measuring_cuts_the_logits_as_the_plan_does(
     policy: dict[str, Any] | None, num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it cannot need more memory than a step."""
-    monkeypatch.setattr("slidedp.compiler.defaults.WHOLE_LOGITS_BYTES", 2**20)
-    monkeypatch.setattr("slidedp.compiler.defaults.HEAD_ROWS", (64, 16))
+    monkeypatch.setattr("slidedp.compiler.solver.defaults.WHOLE_LOGITS_BYTES", 2**20)
+    monkeypatch.setattr("slidedp.compiler.solver.defaults.HEAD_ROWS", (64, 16))
     largest: list[int] = []
     plain_epilogue = StageRunner.epilogue
 

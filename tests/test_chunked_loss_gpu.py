@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from training import norm_wise
 
-from slidedp.compiler import liger
-from slidedp.compiler.linear_cross_entropy import LinearCrossEntropy
+from slidedp.compiler.tracing import liger
+from slidedp.compiler.tracing.linear_cross_entropy import LinearCrossEntropy
 
 pytestmark = pytest.mark.gpu
 

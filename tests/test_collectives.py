@@ -10,7 +10,7 @@ from torch import nn
 
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.timeline import measured_timeline
+from slidedp.compiler.simulation.timeline import measured_timeline
 from slidedp.executor.collectives import RankCollectives, SingleRank, StagedGloo, open_collectives
 from slidedp.executor.cuda import PinnedMemory
 from slidedp.executor.skew import peer_wait_s

@@ -9,13 +9,13 @@ import pytest
 from stacks import qwen3_4b
 from test_simulate import graph, us
 
-from slidedp.compiler.contention import Contention, Draw, Resource, fill
-from slidedp.compiler.costs import AnalyticCostModel, resolve
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.costmodel.contention import Contention, Draw, Resource, fill
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity, Tables
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
-from slidedp.compiler.simulate import simulate
-from slidedp.compiler.tables import Curve, Load, Quantity, Tables
+from slidedp.compiler.simulation.simulate import simulate
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from stacks import qwen3_4b, stack
 
-from slidedp.compiler.budgets import WHOLE, host_room, room_to_fill
-from slidedp.compiler.costs import AnalyticCostModel, CostModel, resolve
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, CostModel, resolve
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.errors import BudgetError
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.footprint.budgets import WHOLE, host_room, room_to_fill
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import Op, OpKind, Ref, Stream
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.tracer import trace
+from slidedp.compiler.tracing.tracer import trace
 from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding
 from slidedp.executor.collectives import StagedGloo, open_collectives

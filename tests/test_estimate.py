@@ -10,7 +10,7 @@ import pytest
 from test_cli import TINY, one_error
 
 from slidedp.cli import main
-from slidedp.compiler.memory import estimate_memory
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.units import parse_bytes
 from slidedp.estimate import estimate
 from slidedp.hardware import load_profile

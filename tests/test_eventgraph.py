@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 from stacks import looking_up, qwen3_4b, stack
 
-from slidedp.compiler.choices import OFFERED, Choices, Family, Link, find_choices, pinned_fields
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import AnalyticCostModel, WithFallback, resolve
+from slidedp.compiler.costmodel.contention import Contention
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, WithFallback, resolve
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Activation, Decisions, Reduction, Route, Source
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.eventbuild import build_event_graph
-from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.eventgraph import EventGraph
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.eventgraph.choices import OFFERED, Choices, Family, Link, find_choices, pinned_fields
+from slidedp.compiler.eventgraph.eventbuild import build_event_graph
+from slidedp.compiler.eventgraph.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.maxplus import Cycle, is_period, max_cycle_ratio, simulate_events, start_times
+from slidedp.compiler.eventgraph.memoryrows import memory_rows
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import Group, LayerGraph, recut
-from slidedp.compiler.maxplus import Cycle, is_period, max_cycle_ratio, simulate_events, start_times
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.memoryrows import memory_rows
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.residency import windowed_groups
-from slidedp.compiler.simulate import Timeline, simulate
+from slidedp.compiler.simulation.simulate import Timeline, simulate
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

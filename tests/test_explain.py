@@ -12,15 +12,15 @@ from test_gantt import planned
 from test_planfile import make_plan
 from test_simulate import graph, us
 
-from slidedp.compiler.binds import Link, links, longest
-from slidedp.compiler.costs import CostModel
+from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions, GroupDecision, Route, Source
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.memory import estimate_memory
+from slidedp.compiler.drawing.binds import Link, links, longest
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.ops import Op, OpKind, Stream
-from slidedp.compiler.planfile import Budgets, PlanFile
-from slidedp.compiler.predict import cost_model_of, predict, price
-from slidedp.compiler.simulate import simulate
+from slidedp.compiler.planfile.planfile import Budgets, PlanFile
+from slidedp.compiler.simulation.predict import cost_model_of, predict, price
+from slidedp.compiler.simulation.simulate import simulate
 from slidedp.explanation import COUNTS, Alternative, Report, Verdict, explain
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower

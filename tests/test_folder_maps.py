@@ -12,7 +12,11 @@ pytestmark = pytest.mark.null
 HOME = Path(slidedp.__file__).parent
 
 
-@pytest.mark.parametrize("folder", [HOME, HOME / "compiler", HOME / "passes", HOME / "executor"], ids=lambda folder: folder.name)
+FOLDERS = [HOME, HOME / "passes", HOME / "executor", HOME / "compiler",
+           *(file.parent for file in sorted((HOME / "compiler").glob("*/__init__.py")))]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_folders_docstring_names_its_files(folder):
     doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()), clean=False)
     named = [name for line in doc.splitlines() if line.startswith(" " * 8) for name in line.split()]

@@ -12,18 +12,18 @@ from stacks import qwen3_4b, stack
 from test_simulate import graph, us
 
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, Reduction, Residence, Route, Source, StateHome
-from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.drawing.gantt import gantt, letters, scale
+from slidedp.compiler.drawing.memory_chart import memory_chart
 from slidedp.compiler.dsl import GraphBuilder
-from slidedp.compiler.gantt import gantt, letters, scale
+from slidedp.compiler.footprint.memory import estimate_memory
+from slidedp.compiler.footprint.memory_over_time import MemoryCurve, memory_over_time
+from slidedp.compiler.footprint.moments import BOUNDARIES, RETAINED, RUNNING
 from slidedp.compiler.layergraph import LayerGraph, LossHead
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.memory_chart import memory_chart
-from slidedp.compiler.memory_over_time import MemoryCurve, memory_over_time
-from slidedp.compiler.moments import BOUNDARIES, RETAINED, RUNNING
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
-from slidedp.compiler.predict import cost_model_of, predict, price
-from slidedp.compiler.simulate import Span, Timeline, measured_timeline, simulate
-from slidedp.compiler.unroll import picture, unroll
+from slidedp.compiler.simulation.predict import cost_model_of, predict, price
+from slidedp.compiler.simulation.simulate import Span, Timeline, measured_timeline, simulate
+from slidedp.compiler.simulation.unroll import picture, unroll
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

@@ -8,9 +8,9 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 from torch import nn
 
-from slidedp.compiler.grouping import make_groups, model_params
 from slidedp.compiler.layergraph import ALIGN, Group
-from slidedp.compiler.tracer import TraceError, trace
+from slidedp.compiler.tracing.grouping import make_groups, model_params
+from slidedp.compiler.tracing.tracer import TraceError, trace
 
 pytestmark = pytest.mark.null
 

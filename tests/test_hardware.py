@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.tables import Curve, Load, Quantity, Tables
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity, Tables
 from slidedp.compiler.units import format_bytes, parse_bytes
 from slidedp.hardware import builtin_profiles, detect, load_profile, nearest_profile
 

@@ -15,17 +15,17 @@ from tiny_models import PlainGPT, lm_batch
 
 import slidedp
 from slidedp.batch import BatchError, micro_batches
-from slidedp.compiler.choices import find_choices
 from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDecision, StateHome, Update
-from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.errors import BudgetError
+from slidedp.compiler.eventgraph.choices import find_choices
+from slidedp.compiler.eventgraph.memoryrows import memory_rows
+from slidedp.compiler.footprint.memory import estimate_memory
+from slidedp.compiler.footprint.memory_over_time import memory_over_time
 from slidedp.compiler.layergraph import LayerGraph, in_lanes, recut
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.memory_over_time import memory_over_time
-from slidedp.compiler.memoryrows import memory_rows
 from slidedp.compiler.ops import OpKind
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.simulate import simulate
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.simulation.simulate import simulate
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.compiler.text import parse_graph, print_graph
 from slidedp.hardware import load_profile
 from slidedp.paper import plan_on_paper

@@ -15,10 +15,10 @@ from tiny_models import family
 from torch import Tensor
 from training import norm_wise
 
-from slidedp.compiler import liger
 from slidedp.compiler.layergraph import LossHead, chunk_rows
-from slidedp.compiler.linear_cross_entropy import LinearCrossEntropy
-from slidedp.compiler.tracer import trace
+from slidedp.compiler.tracing import liger
+from slidedp.compiler.tracing.linear_cross_entropy import LinearCrossEntropy
+from slidedp.compiler.tracing.tracer import trace
 
 pytestmark = pytest.mark.cpu
 

@@ -18,10 +18,10 @@ from torch import nn
 import slidedp
 from slidedp import hardware
 from slidedp.cli import main
-from slidedp.compiler.minipipeline import mini_pipeline, reached
+from slidedp.compiler.costmodel.tables import Load, Quantity
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.tables import Load, Quantity
-from slidedp.compiler.tracer import trace
+from slidedp.compiler.tracing.minipipeline import mini_pipeline, reached
+from slidedp.compiler.tracing.tracer import trace
 from slidedp.executor.adam import CpuAdam
 from slidedp.executor.backend import CpuBackend
 from slidedp.executor.collectives import SingleRank

@@ -15,13 +15,13 @@ from test_cli import TINY
 from test_gantt import planned, twice
 from test_planfile import make_plan
 
-from slidedp.compiler.gantt import duration
-from slidedp.compiler.memory_over_time import MemoryCurve, memory_over_time
+from slidedp.compiler.drawing.gantt import duration
+from slidedp.compiler.drawing.svg import bars, colour, memory_svg, ticks, timeline_rows
+from slidedp.compiler.footprint.memory_over_time import MemoryCurve, memory_over_time
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.svg import bars, colour, memory_svg, ticks, timeline_rows
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.simulation.unroll import picture
 from slidedp.compiler.units import format_bytes
-from slidedp.compiler.unroll import picture
 from slidedp.page import batches, page
 from slidedp.paper import plan_on_paper
 from slidedp.sensitivity import batch_of, candidates, over_batches, over_budgets

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Residence, Route, Source, StateHome, Update
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import Group, LayerGraph, Stage, StageKind
-from slidedp.compiler.memory import estimate_memory
 from slidedp.compiler.ops import OpGraph, OpKind, Stream
 from slidedp.compiler.reach import Reach
 from slidedp.compiler.text import parse_graph, print_graph

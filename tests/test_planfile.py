@@ -13,14 +13,14 @@ import yaml
 from stacks import qwen3_4b, stack
 
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Route, Source
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.diff import diff
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import LayerGraph, Param
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.planfile import Budgets, PlanFile, Predictions, make_planfile, model_hash, ops_hash, params_hash
+from slidedp.compiler.planfile.diff import diff
+from slidedp.compiler.planfile.planfile import Budgets, PlanFile, Predictions, make_planfile, model_hash, ops_hash, params_hash
 from slidedp.compiler.policy import apply_policy, merge_policies, parse_fixes
-from slidedp.compiler.predict import cost_model_of, predict, price
 from slidedp.compiler.runlength import expand, runs
+from slidedp.compiler.simulation.predict import cost_model_of, predict, price
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 from slidedp.report import summary

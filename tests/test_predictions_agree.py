@@ -16,19 +16,19 @@ from stacks import stack
 from test_eventgraph import PLAIN, costs_of, tied
 
 from slidedp.autopolicy import Problem, auto_plan
-from slidedp.compiler.budgets import room_to_fill
-from slidedp.compiler.choices import Choices, find_choices
-from slidedp.compiler.costs import AnalyticCostModel, resolve
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.eventbuild import build_event_graph
-from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.eventgraph.choices import Choices, find_choices
+from slidedp.compiler.eventgraph.eventbuild import build_event_graph
+from slidedp.compiler.eventgraph.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio, simulate_events
+from slidedp.compiler.footprint.budgets import room_to_fill
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.maxplus import max_cycle_ratio, simulate_events
-from slidedp.compiler.predict import cost_model_of, predict, price
-from slidedp.compiler.simulate import Timeline, simulate
-from slidedp.compiler.solver import solve
+from slidedp.compiler.simulation.predict import cost_model_of, predict, price
+from slidedp.compiler.simulation.simulate import Timeline, simulate
+from slidedp.compiler.solver.defaults import default_decisions
+from slidedp.compiler.solver.solver import solve
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

@@ -12,28 +12,28 @@ import pytest
 from stacks import looking_up, stack
 from test_eventgraph import medium
 
-from slidedp.compiler.choices import Choices, find_choices
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import AnalyticCostModel, WithFallback
-from slidedp.compiler.counts import Counts, count_bound
-from slidedp.compiler.cyclebound import cycle_bound
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.detours import Detours, always, tightened
-from slidedp.compiler.eventbuild import build_event_graph
-from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.eventgraph import OFF, EventGraph, Linear
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.infeasible import fitting_start
+from slidedp.compiler.costmodel.contention import Contention
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, WithFallback
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.eventgraph.choices import Choices, find_choices
+from slidedp.compiler.eventgraph.eventbuild import build_event_graph
+from slidedp.compiler.eventgraph.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph.eventgraph import OFF, EventGraph, Linear
+from slidedp.compiler.eventgraph.maxplus import is_period, max_cycle_ratio, start_times
+from slidedp.compiler.eventgraph.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.maxplus import is_period, max_cycle_ratio, start_times
-from slidedp.compiler.memoryrows import MemoryRow, memory_rows
-from slidedp.compiler.nested import Nested
 from slidedp.compiler.ops import Op, Stream
-from slidedp.compiler.queues import Queued, Queues, widened
-from slidedp.compiler.relaxation import Proposal, Relaxation, tighten
-from slidedp.compiler.search import choose, feasible, partners_of, period_of
-from slidedp.compiler.solver import solve
-from slidedp.compiler.structured import search_structured
+from slidedp.compiler.solver.counts import Counts, count_bound
+from slidedp.compiler.solver.cyclebound import cycle_bound
+from slidedp.compiler.solver.defaults import default_decisions
+from slidedp.compiler.solver.detours import Detours, always, tightened
+from slidedp.compiler.solver.infeasible import fitting_start
+from slidedp.compiler.solver.nested import Nested
+from slidedp.compiler.solver.queues import Queued, Queues, widened
+from slidedp.compiler.solver.relaxation import Proposal, Relaxation, tighten
+from slidedp.compiler.solver.search import choose, feasible, partners_of, period_of
+from slidedp.compiler.solver.solver import solve
+from slidedp.compiler.solver.structured import search_structured
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null
@@ -318,7 +318,7 @@ def test_the_bound_is_near_where_offloads_would_stall(monkeypatch: pytest.Monkey
     again = solve(graph, rows, gap=5e-3)
     assert replace(again, work=solution.work) == solution  # deterministic, work included but for the order of its sum
     assert again.work == pytest.approx(solution.work)
-    monkeypatch.setattr("slidedp.compiler.solver.StructuredSearch", None)  # a hint that is good enough is kept without a search
+    monkeypatch.setattr("slidedp.compiler.solver.solver.StructuredSearch", None)  # a good enough hint is kept without a search
     hinted = solve(graph, rows, hint=solution.decisions, gap=5e-3)
     assert (hinted.selection, hinted.bound_us) == (solution.selection, solution.bound_us)
     assert hinted.work <= solution.work * (1 + 1e-9)

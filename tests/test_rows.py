@@ -14,13 +14,13 @@ from tiny_models import family, lm_batch
 from torch import nn
 
 from slidedp.compiler.decisions import Rows, Update
-from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.layergraph import LayerGraph, Lookup
 from slidedp.compiler.ops import OpKind, RowSet
-from slidedp.compiler.planyaml import read_layers, write_decisions, write_layers
+from slidedp.compiler.planfile.planyaml import read_layers, write_decisions, write_layers
 from slidedp.compiler.rows import find_splits
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.compiler.text import parse_graph, print_graph
-from slidedp.compiler.tracer import trace
+from slidedp.compiler.tracing.tracer import trace
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 from slidedp.passes.snapshot import Snapshot

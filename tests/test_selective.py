@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slidedp.compiler.decisions import Activation
-from slidedp.compiler.moments import SELECTED_SHARE
+from slidedp.compiler.footprint.moments import SELECTED_SHARE
 from slidedp.executor import selective
 from slidedp.executor.parcels import num_bytes
 from slidedp.executor.selective import Keeping, Measured, choose

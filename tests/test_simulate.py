@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from stacks import qwen3_4b
 
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import AnalyticCostModel, resolve
-from slidedp.compiler.defaults import default_decisions
+from slidedp.compiler.costmodel.contention import Contention
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
 from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Stream
-from slidedp.compiler.simulate import Timeline, simulate
+from slidedp.compiler.simulation.simulate import Timeline, simulate
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

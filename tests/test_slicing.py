@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from training import assert_same_bits
 
 import slidedp
-from slidedp.compiler.budgets import room_to_fill
 from slidedp.compiler.decisions import Activation, Boundary
 from slidedp.compiler.errors import BudgetError
+from slidedp.compiler.footprint.budgets import room_to_fill
+from slidedp.compiler.footprint.memory import activation_slots, moved_bytes
 from slidedp.compiler.layergraph import LayerGraph, recut
-from slidedp.compiler.memory import activation_slots, moved_bytes
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.hardware import load_profile
 from slidedp.paper import draft_on_paper, settings_on_paper
 from slidedp.slicing import FRAGMENTS, Slicing, choose_slices, good_plan, most_slices, plan_of, why_whole

@@ -13,25 +13,25 @@ import pytest
 from stacks import stack
 from test_eventgraph import PLAIN, by_hand, costs_of, medium
 
-from slidedp.compiler.choices import Choices, find_choices
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.costs import AnalyticCostModel, CostModel, WithFallback
-from slidedp.compiler.cyclebound import cycle_bound
+from slidedp.compiler.costmodel.contention import Contention
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, CostModel, WithFallback
+from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.errors import BudgetError
-from slidedp.compiler.eventbuild import build_event_graph
-from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.eventgraph import EventGraph
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.infeasible import explain, fitting_start
+from slidedp.compiler.eventgraph.choices import Choices, find_choices
+from slidedp.compiler.eventgraph.eventbuild import build_event_graph
+from slidedp.compiler.eventgraph.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph.eventgraph import EventGraph
+from slidedp.compiler.eventgraph.maxplus import is_period, max_cycle_ratio, simulate_events
+from slidedp.compiler.eventgraph.memoryrows import MemoryRow, memory_rows
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.maxplus import is_period, max_cycle_ratio, simulate_events
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.memoryrows import MemoryRow, memory_rows
 from slidedp.compiler.ops import Op, OpKind
-from slidedp.compiler.search import feasible
-from slidedp.compiler.solver import Solution, solve
+from slidedp.compiler.solver.cyclebound import cycle_bound
+from slidedp.compiler.solver.defaults import default_decisions
+from slidedp.compiler.solver.infeasible import explain, fitting_start
+from slidedp.compiler.solver.search import feasible
+from slidedp.compiler.solver.solver import Solution, solve
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 
@@ -160,7 +160,7 @@ def test_a_sealed_bound_is_not_proven_again(monkeypatch: pytest.MonkeyPatch) -> 
     """With the bound of an earlier solve of the very same problem, its plan is kept without any search or proof."""
     graph, rows, solution = solved(0)
     for name in ("cycle_bound", "count_bound", "tighten", "StructuredSearch"):
-        monkeypatch.setattr(f"slidedp.compiler.solver.{name}", None)
+        monkeypatch.setattr(f"slidedp.compiler.solver.solver.{name}", None)
     again = solve(graph, rows, hint=solution.decisions, proven=solution.proven, gap=max(solution.gap * 1.1, 1e-3))
     assert (again.selection, again.bound_us, again.work) == (solution.selection, solution.bound_us, 0.0)
     assert again.proven == solution.proven

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 from stacks import qwen3_4b
 
-from slidedp.compiler.budgets import room_to_fill
-from slidedp.compiler.costs import AnalyticCostModel, resolve
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
 from slidedp.compiler.decisions import StateHome
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.simulate import simulate
+from slidedp.compiler.footprint.budgets import room_to_fill
+from slidedp.compiler.footprint.memory import estimate_memory
+from slidedp.compiler.simulation.simulate import simulate
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

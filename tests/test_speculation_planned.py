@@ -14,10 +14,10 @@ import slidedp
 from slidedp.api import pins_updates
 from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Update
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.memory import candidate_bytes, estimate_memory
+from slidedp.compiler.footprint.memory import candidate_bytes, estimate_memory
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.planfile import PlanFile
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.decide import problem_of
 from slidedp.explanation import explain
 from slidedp.hardware import load_profile

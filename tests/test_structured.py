@@ -8,14 +8,14 @@ import pytest
 from stacks import qwen3_4b, stack
 from test_relaxation import analytic, any_selection, diced
 
-from slidedp.compiler.counts import count_bound
-from slidedp.compiler.exchange import exchange
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.eventgraph.memoryrows import memory_rows
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.memoryrows import memory_rows
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.search import feasible, interchange, period_of
-from slidedp.compiler.structured import COUNTS, Shape, StructuredSearch, search_structured
+from slidedp.compiler.solver.counts import count_bound
+from slidedp.compiler.solver.exchange import exchange
+from slidedp.compiler.solver.search import feasible, interchange, period_of
+from slidedp.compiler.solver.structured import COUNTS, Shape, StructuredSearch, search_structured
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null

@@ -12,7 +12,7 @@ from test_cli import TINY, one_error
 
 from slidedp.cli import main
 from slidedp.compiler.decisions import Route
-from slidedp.compiler.defaults import check_budgets, default_decisions
+from slidedp.compiler.solver.defaults import check_budgets, default_decisions
 from slidedp.hardware import load_profile
 from slidedp.paper import plan_on_paper
 from slidedp.presets import build_meta_model

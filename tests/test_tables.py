@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from slidedp.compiler.costs import AnalyticCostModel, resolve
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity, Tables, read_tables
 from slidedp.compiler.ops import Op, OpKind, Ref, Stream
-from slidedp.compiler.tables import Curve, Load, Quantity, Tables, read_tables
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null

@@ -12,11 +12,11 @@ import pytest
 from stacks import qwen3_4b, stack
 from test_gantt import plain_us, planned, twice
 
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.memory import estimate_memory
+from slidedp.compiler.drawing.trace_events import Event, trace_events, write_trace
+from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.ops import Reason, Stream
-from slidedp.compiler.simulate import Span, simulate
-from slidedp.compiler.trace_events import Event, trace_events, write_trace
+from slidedp.compiler.simulation.simulate import Span, simulate
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
 

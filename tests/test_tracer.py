@@ -18,7 +18,7 @@ from tiny_models import Case, PlainGPT, lm_batch
 from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import StageKind
-from slidedp.compiler.tracer import TraceError, guards_hold, specialisation_key, trace
+from slidedp.compiler.tracing.tracer import TraceError, guards_hold, specialisation_key, trace
 
 pytestmark = pytest.mark.null
 

@@ -14,7 +14,7 @@ from tiny_models import Blocks, PlainGPT, classification_loss, lm_batch, loss_an
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slidedp.compiler.tracer import Trace, TraceError, trace
+from slidedp.compiler.tracing.tracer import Trace, TraceError, trace
 
 pytestmark = pytest.mark.null
 

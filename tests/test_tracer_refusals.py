@@ -14,7 +14,7 @@ from program_runner import assert_same
 from tiny_models import Blocks, PlainGPT, lm_batch, mlp_batch, no_glue
 from torch import Tensor, nn
 
-from slidedp.compiler.tracer import TraceError, guards_hold, trace
+from slidedp.compiler.tracing.tracer import TraceError, guards_hold, trace
 
 pytestmark = pytest.mark.null
 

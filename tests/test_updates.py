@@ -17,7 +17,7 @@ from slidedp.compiler.decisions import Decisions, GroupDecision, Source
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.optimizer import AdamW
-from slidedp.compiler.timeline import measured_timeline
+from slidedp.compiler.simulation.timeline import measured_timeline
 from slidedp.executor.adam import CpuAdam, NonFiniteGradient
 from slidedp.executor.host_state import HostState
 from slidedp.executor.kernels import HostKernels

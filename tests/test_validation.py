@@ -18,8 +18,8 @@ from validation_cases import HBM, PLANS, RECORD, batches, model, on_trial, slowe
 import slidedp
 from slidedp.agreement import StopAsked
 from slidedp.compiler.decisions import StateHome
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.verdict import DEFAULT, PLAN
+from slidedp.compiler.planfile.verdict import DEFAULT, PLAN
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.executor import switching
 
 pytestmark = pytest.mark.cpu

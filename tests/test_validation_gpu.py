@@ -12,7 +12,7 @@ from training import rounded
 from validation_cases import on_trial
 
 import slidedp
-from slidedp.compiler.verdict import DEFAULT, PLAN
+from slidedp.compiler.planfile.verdict import DEFAULT, PLAN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -24,10 +24,10 @@ import slidedp
 from slidedp.autopolicy import AutoPlan
 from slidedp.cli import main
 from slidedp.compiler.decisions import Decisions, GroupDecision, Source, StateHome
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.memory import estimate_memory
-from slidedp.compiler.planfile import PlanFile
-from slidedp.compiler.verdict import DEFAULT, PLAN, Verdict
+from slidedp.compiler.footprint.memory import estimate_memory
+from slidedp.compiler.planfile.planfile import PlanFile
+from slidedp.compiler.planfile.verdict import DEFAULT, PLAN, Verdict
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.executor.host_state import HostState
 from slidedp.planner import Planner
 from slidedp.recheck import Recheck

@@ -20,9 +20,9 @@ import slidedp
 from slidedp import validation
 from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.defaults import default_decisions
 from slidedp.compiler.layergraph import LayerGraph
-from slidedp.compiler.planfile import SolverRecord
+from slidedp.compiler.planfile.planfile import SolverRecord
+from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.decide import by_the_rule
 from slidedp.executor import switching
 from slidedp.executor.options import MachineOptions

@@ -28,7 +28,7 @@ from models import build
 from throughput import ARGUMENTS, cases
 
 import slidedp
-from slidedp.compiler.budgets import RESERVE, RESERVE_BYTES, WHOLE
+from slidedp.compiler.footprint.budgets import RESERVE, RESERVE_BYTES, WHOLE
 from slidedp.compiler.layergraph import recut
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import least_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import slidedp
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.simulation.timeline import Timeline
 
 SMALLEST = 4 << 20
 """Bytes; what is smaller says more of latency."""

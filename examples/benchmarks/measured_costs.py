@@ -17,10 +17,10 @@ import torch
 from models import build, tokens
 
 import slidedp
-from slidedp.compiler.costs import ResolvedCosts
-from slidedp.compiler.measured import Measurement
-from slidedp.compiler.predict import predict
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.costmodel.costs import ResolvedCosts
+from slidedp.compiler.costmodel.measured import Measurement
+from slidedp.compiler.simulation.predict import predict
+from slidedp.compiler.simulation.timeline import Timeline
 from slidedp.compiler.units import format_bytes
 from slidedp.hardware import detect
 

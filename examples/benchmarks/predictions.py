@@ -9,11 +9,11 @@ from typing import Any
 
 from device import TINY
 
-from slidedp.compiler.hardware import HardwareProfile
-from slidedp.compiler.memory import MemoryReport
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.footprint.memory import MemoryReport
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.residency import is_resident
-from slidedp.compiler.timeline import Timeline
+from slidedp.compiler.simulation.timeline import Timeline
 from slidedp.decide import NO_BUDGET
 from slidedp.paper import draft_on_paper, settings_on_paper
 from slidedp.passes.pipeline import lower

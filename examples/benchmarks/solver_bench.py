@@ -17,18 +17,18 @@ import time
 from dataclasses import replace
 
 from slidedp.autopolicy import ASKED_GAP, LIMIT
-from slidedp.compiler.budgets import room_to_fill
-from slidedp.compiler.choices import find_choices
-from slidedp.compiler.contention import Contention
-from slidedp.compiler.defaults import default_decisions
-from slidedp.compiler.eventbuild import build_event_graph
-from slidedp.compiler.eventcosts import OptionCosts
-from slidedp.compiler.hardware import HardwareProfile
+from slidedp.compiler.costmodel.contention import Contention
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.eventgraph.choices import find_choices
+from slidedp.compiler.eventgraph.eventbuild import build_event_graph
+from slidedp.compiler.eventgraph.eventcosts import OptionCosts
+from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio
+from slidedp.compiler.eventgraph.memoryrows import memory_rows
+from slidedp.compiler.footprint.budgets import room_to_fill
 from slidedp.compiler.layergraph import ALIGN, Group, LayerGraph, Stage, StageKind, aligned
-from slidedp.compiler.maxplus import max_cycle_ratio
-from slidedp.compiler.memoryrows import memory_rows
-from slidedp.compiler.predict import cost_model_of
-from slidedp.compiler.solver import Solution, import_cp_model, solve
+from slidedp.compiler.simulation.predict import cost_model_of
+from slidedp.compiler.solver.defaults import default_decisions
+from slidedp.compiler.solver.solver import Solution, import_cp_model, solve
 from slidedp.hardware import load_profile
 
 SHAPES = {36: (100_930_560, 151936 * 2560, 2560, 9728, 1024), 80: (856_000_000, 152064 * 8192, 8192, 29568, 1024)}

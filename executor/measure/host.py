@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slidedp.compiler.costmodel.tablecosts import ADAM_BYTES_PER_PARAM
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.tablecosts import ADAM_BYTES_PER_PARAM
-from slidedp.compiler.tables import Curve, Load, Quantity
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.measure.links import gbps
 from slidedp.executor.measure.rig import Rig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slidedp.compiler.tables import Curve, Load, Quantity, Tables
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity, Tables
 from slidedp.executor.collectives import Collectives
 from slidedp.executor.devices import open_backend
 from slidedp.executor.kernels import Kernel

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity
 from slidedp.compiler.layergraph import ALIGN, aligned
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.tables import Curve, Load, Quantity
 from slidedp.executor.measure.lab import Lab, Task
 from slidedp.executor.measure.links import gbps
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slidedp.compiler.costmodel.measured import PhaseCost
 from slidedp.compiler.decisions import Activation
-from slidedp.compiler.measured import PhaseCost
-from slidedp.compiler.metamodel import attributes_kept
-from slidedp.compiler.minipipeline import mini_pipeline, reached
 from slidedp.compiler.ops import OpKind, Stream
-from slidedp.compiler.tracer import Trace
+from slidedp.compiler.tracing.metamodel import attributes_kept
+from slidedp.compiler.tracing.minipipeline import mini_pipeline, reached
+from slidedp.compiler.tracing.tracer import Trace
 from slidedp.executor.backend import Backend
 from slidedp.executor.binding import Binding
 from slidedp.executor.collectives import SingleRank

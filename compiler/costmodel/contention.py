@@ -1,0 +1,227 @@
+"""What ops share that run at once, and how fast each of them then runs: progressive filling over a few resources.
+
+An op has a duration *alone*: its rank runs nothing else, and the others nothing on the links; its rank's share of the cores is
+all that it has. While it runs it draws its bytes (costs.py says what they are) from resources, evenly over that time. Ops whose
+draws together exceed a resource slow down. Capacities follow from the hardware profile:
+
+=============  ==================================================================  =====================================
+resource       capacity                                                            drawn on by
+=============  ==================================================================  =====================================
+host memory    `host_dram_gbps`                                                    copies, host work, of all ranks
+root in, out   `h2d_all_gbps`, `d2h_all_gbps`, times the number of GPUs            copies of all ranks, by direction
+root           `duplex_gbps`, times the number of GPUs, times 2                    copies of all ranks, both directions
+link in, out   `h2d_gbps`, `d2h_gbps`                                              copies of this rank
+cores          all of them                                                         host work of all ranks, which takes turns
+GPU link       `gpu_link_gbps`                                                     collectives
+GPU            all of it                                                           compute, updates in HBM
+=============  ==================================================================  =====================================
+
+Ranks are alike and in step: what one rank draws on a resource of the host, all ranks draw at the same time. Without a link
+between the GPUs a collective goes through host memory: its sender writes there, its receiver reads (NCCL's shared-memory
+transport).
+
+Source: max-min fairness by progressive filling, Bertsekas and Gallager, Data Networks, 6.5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.tablecosts import ADAM_BYTES_PER_PARAM
+from slidedp.compiler.costmodel.tables import Load, Quantity
+from slidedp.compiler.ops import Op, OpKind
+
+CPU_SHARE = 3.1
+"""When host memory is the limit, a rank's update gets this many times the bytes of each of its copies. Measured on one H200:
+with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each. A profile
+that was measured says what they got on its machine, on average: of the two directions, copies to the host got 52 GB/s and those
+to the device 28 where nothing else ran, in steps of plans 44 and 39."""
+
+GPU_UPDATE_WEIGHT = 1 / 4.5
+"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on H200s,
+Qwen3-4B: of batch 8, 20 or 21 groups updated there, 118 and 105 ms lie beside the backward, which alone would take 20 and 22; of
+batch 16, 7 groups, 56 and 9. An older version, all 37 groups at batch 16, was nearer 1 / 7."""
+
+
+class Resource(StrEnum):
+    DRAM = "host memory"
+    ROOT_IN = "root in"
+    ROOT_OUT = "root out"
+    ROOT = "root"
+    LINK_IN = "link in"
+    LINK_OUT = "link out"
+    CORES = "cores"
+    GPU_LINK = "gpu link"
+    GPU = "gpu"
+
+
+OF_THE_HOST = frozenset(Resource) - {Resource.LINK_IN, Resource.LINK_OUT, Resource.GPU_LINK, Resource.GPU}
+"""Shared by all ranks; the others are each rank's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one op takes while it runs at its speed alone: by resource, the fraction of its capacity that all ranks together
+    take (more than 1: it cannot run at that speed on all ranks). `weight`: how fast its speed rises as the resources fill.
+    """
+
+    parts: tuple[tuple[Resource, float], ...] = ()
+    weight: float = 1.0
+
+
+NOTHING = Draw()
+COMPUTE = frozenset({OpKind.PROLOGUE, OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.EPILOGUE})
+COMPUTES = Draw(((Resource.GPU, 1.0),))
+"""One stream runs all compute, so that only an update in HBM slows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Who shares what on machine `hw` with `world_size` ranks. `num_bytes`: by op name, where it is not `op.bytes`."""
+
+    hw: HardwareProfile
+    world_size: int = 1
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    share: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "share", share_of_update(self.hw, self.world_size))
+
+    def draw(self, op: Op, alone_us: int) -> Draw:
+        """What `op` takes from what it shares, if it takes `alone_us` microseconds alone: its bytes, evenly over that time.
+
+        One rank's part of a resource is at most the whole of it: a cost model that makes an op faster than the profile allows
+        is believed, as far as that op alone goes.
+        """
+        if op.kind in COMPUTE:
+            return COMPUTES
+        num_bytes = self.num_bytes.get(op.name, op.bytes)
+        if not num_bytes or not alone_us:
+            return NOTHING
+        gbps = num_bytes / alone_us / 1e3
+        match op.kind:
+            case OpKind.H2D | OpKind.ACT_RELOAD:
+                return self.copy(gbps, Resource.LINK_IN, Resource.ROOT_IN)
+            case OpKind.D2H | OpKind.ACT_OFFLOAD:
+                return self.copy(gbps, Resource.LINK_OUT, Resource.ROOT_OUT)
+            case OpKind.ALL_GATHER | OpKind.REDUCE:
+                return self.collective(gbps)
+            case OpKind.HOST_CAST:
+                cores = self.hw.cast_gbps / self.hw.cast_total_gbps
+                return self.over({Resource.DRAM: gbps, Resource.CORES: cores}, self.cpu_weight)
+            case OpKind.CPU_UPDATE | OpKind.HOST_REDUCE | OpKind.HOST_GATHER | OpKind.SNAPSHOT:
+                return self.over({Resource.DRAM: gbps, Resource.CORES: 1 / self.world_size}, self.cpu_weight)
+            case OpKind.GPU_UPDATE:
+                return Draw(((Resource.GPU, 1.0),), GPU_UPDATE_WEIGHT)
+            case _:
+                return NOTHING
+
+    def copy(self, gbps: float, *of_direction: Resource) -> Draw:
+        return self.over(dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps), 1 / gbps)
+
+    def collective(self, gbps: float) -> Draw:
+        """`gbps`: what a rank receives; it sends as much."""
+        if self.hw.gpu_link_gbps:
+            return self.over({Resource.GPU_LINK: gbps}, 1 / gbps)
+        return self.over({Resource.LINK_IN: gbps, Resource.LINK_OUT: gbps, Resource.ROOT_IN: gbps, Resource.ROOT_OUT: gbps,
+                          Resource.ROOT: 2 * gbps, Resource.DRAM: 2 * gbps}, 1 / gbps)
+
+    def over(self, used: dict[Resource, float], weight: float) -> Draw:
+        """Fractions from one rank's rates (GB/s; of the cores, a fraction already)."""
+        parts = []
+        for resource, amount in used.items():
+            ranks = self.world_size if resource in OF_THE_HOST else 1
+            parts.append((resource, ranks * min(amount / self.capacity(resource), 1.0)))
+        return Draw(tuple(parts), weight)
+
+    def lone_speed(self, op: Op, alone_us: int) -> float:
+        """How fast `op` runs if its rank runs nothing else, but all ranks run it: no slower in any company."""
+        return 1 / max([1.0, *(part for _, part in self.draw(op, alone_us).parts)])
+
+    @property
+    def shared(self) -> tuple[Resource, ...]:
+        """What ops of more than one stream draw on, compute aside."""
+        if self.world_size > 1 and not self.hw.gpu_link_gbps:
+            return tuple(r for r in Resource if r not in (Resource.GPU, Resource.GPU_LINK))
+        return Resource.DRAM, Resource.ROOT, Resource.CORES
+
+    @property
+    def cpu_weight(self) -> float:
+        """Copies slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its update is `share`
+        times as many bytes a second.
+        """
+        return self.share * self.world_size / (self.hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM)
+
+    def capacity(self, resource: Resource) -> float:
+        """In GB/s; of the cores, 1. A profile's rates for all GPUs hold for each of more ranks than it has GPUs, too."""
+        num_gpus = max(self.hw.num_gpus, self.world_size)
+        match resource:
+            case Resource.DRAM:
+                return self.hw.host_dram_gbps
+            case Resource.ROOT_IN:
+                return num_gpus * self.hw.h2d_all_gbps
+            case Resource.ROOT_OUT:
+                return num_gpus * self.hw.d2h_all_gbps
+            case Resource.ROOT:
+                return 2 * num_gpus * self.hw.duplex_gbps
+            case Resource.LINK_IN:
+                return self.hw.h2d_gbps
+            case Resource.LINK_OUT:
+                return self.hw.d2h_gbps
+            case Resource.CORES | Resource.GPU:
+                return 1.0
+            case Resource.GPU_LINK:
+                return self.hw.gpu_link_gbps
+
+
+def share_of_update(hw: HardwareProfile, world_size: int) -> float:
+    """How many times the bytes of a copy a rank's update gets of host memory when both directions and the updates all run."""
+    down, up, adam = (hw.tables.find(q, Load.BUSY) for q in (Quantity.H2D_GBPS, Quantity.D2H_GBPS, Quantity.CPU_ADAM_GPARAMS))
+    if down is None or up is None or adam is None:
+        return CPU_SHARE
+    update = max(rate for _, rate in adam.points) * ADAM_BYTES_PER_PARAM / world_size
+    return update / ((down.points[-1][1] + up.points[-1][1]) / 2)
+
+
+def work_us(draws: Iterable[Draw], alone_us: Iterable[int]) -> dict[Resource, float]:
+    """For how long ops with these draws keep each resource full: no step that runs them all is shorter, however it is ordered."""
+    work: dict[Resource, float] = {}
+    for draw, us in zip(draws, alone_us, strict=True):
+        for resource, part in draw.parts:
+            work[resource] = work.get(resource, 0.0) + part * us
+    return work
+
+
+def fill(draws: Sequence[Draw]) -> tuple[float, ...]:
+    """The speed of each op, 1 being its speed alone, when ops with these draws run at once.
+
+    Speeds rise from 0 in proportion to the weights. An op stops rising at 1, or when a resource that it draws on is full.
+    Nobody can then be faster without an op slower for its weight becoming slower still.
+    """
+    speeds = [0.0] * len(draws)
+    full = dict.fromkeys((r for d in draws for r, _ in d.parts), 0.0)
+    rising = set(range(len(draws)))
+    while rising:
+        pace = dict.fromkeys(full, 0.0)
+        for i in rising:
+            for resource, part in draws[i].parts:
+                pace[resource] += draws[i].weight * part
+        until_full = {r: max(1 - full[r], 0.0) / rate for r, rate in pace.items() if rate > 0}
+        until_alone = {i: (1 - speeds[i]) / draws[i].weight for i in rising}
+        step = min([*until_full.values(), *until_alone.values()])
+        now = step * (1 + 1e-12)  # what rounding sets apart happens together
+        exhausted = {r for r, when in until_full.items() if when <= now}
+        for i in rising:
+            speeds[i] += draws[i].weight * step
+        for resource, rate in pace.items():
+            full[resource] += rate * step
+        for i in sorted(rising):
+            if until_alone[i] <= now:
+                speeds[i] = 1.0  # exactly, so that an op that nobody slows takes exactly its time alone
+                rising.remove(i)
+            elif any(r in exhausted for r, _ in draws[i].parts):
+                rising.remove(i)
+    return tuple(speeds)

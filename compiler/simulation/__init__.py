@@ -1,0 +1,7 @@
+"""A priced OpGraph becomes a timeline of its steady step.
+
+    from ops to spans
+        predict simulate unroll
+    what came out, predicted or measured
+        timeline
+"""
