@@ -36,12 +36,12 @@ from slidedp.compiler.footprint.memory import MemoryReport
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.planfile.diff import PlanDiff, diff
 from slidedp.compiler.planfile.planfile import PlanFile
-from slidedp.executor.adam import NonFiniteGradient
-from slidedp.executor.checkpoint_files import CheckpointError
-from slidedp.executor.saving import SaveHandle
-from slidedp.executor.segment import HostMemoryError
-from slidedp.executor.step import NonFiniteLoss, StepResult
-from slidedp.executor.words import PeerError
+from slidedp.executor.checkpoints.saving import SaveHandle
+from slidedp.executor.errors import CheckpointError
+from slidedp.executor.machine.step import NonFiniteLoss, StepResult
+from slidedp.executor.optim.adam import NonFiniteGradient
+from slidedp.executor.shared.segment import HostMemoryError
+from slidedp.executor.shared.words import PeerError
 from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError

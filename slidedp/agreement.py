@@ -14,10 +14,10 @@ from slidedp.batch import BatchError
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.policy import PLAN_KEYS, apply_policy
-from slidedp.executor.checkpoint_files import CheckpointError
-from slidedp.executor.collectives import Collectives
-from slidedp.executor.machine import Machine
+from slidedp.executor.errors import CheckpointError
+from slidedp.executor.machine.machine import Machine
 from slidedp.executor.options import MachineOptions
+from slidedp.executor.ranks.collectives import Collectives
 from slidedp.schedule import as_int
 
 CALLS = ("evaluates", "trains", "saves")

@@ -20,8 +20,8 @@ from slidedp.compiler.planfile.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
 from slidedp.decide import SOLVERS
-from slidedp.executor.binding import refuse_owned
 from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S, MachineOptions, update_threads
+from slidedp.executor.stages.binding import refuse_owned
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
 from slidedp.ranks import find_ranks

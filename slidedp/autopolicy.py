@@ -1,7 +1,7 @@
 """AutoPolicy on paper: solve, lower, simulate, correct, solve again, and keep the plan that simulates fastest.
 
     frames      weight and gradient slots, from few to many, judged by the period of a good plan in each
-    solve       compiler/solver.py: the shortest step of the event graph, with a proven bound
+    solve       compiler/solver/: the shortest step of the event graph, with a proven bound
     simulate    the ops that the plan lowers to, chunk by chunk
     correct     what took longer than its durations say is given longer ones: each transfer, collective and host task of the plan
                 by its own factor, for what runs beside it differs along the step; others by that of their stream; as far as

@@ -19,9 +19,9 @@ from slidedp.compiler.costmodel.measured import Measurement, read_measurement, s
 from slidedp.compiler.planfile.planyaml import to_text
 from slidedp.compiler.strict import content_hash, load_yaml, parse_yaml
 from slidedp.compiler.tracing.tracer import Trace
-from slidedp.executor.binding import share_buffers
-from slidedp.executor.collectives import Collectives
 from slidedp.executor.measure.stages import measure_stages
+from slidedp.executor.ranks.collectives import Collectives
+from slidedp.executor.stages.binding import share_buffers
 
 if TYPE_CHECKING:
     from slidedp.settings import Settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slidedp.compiler.decisions import Decisions
-from slidedp.executor.switching import Lowered
+from slidedp.executor.machine.switching import Lowered
 
 if TYPE_CHECKING:
     from slidedp.specialisation import Specialisation

@@ -1,4 +1,4 @@
-"""Saving and resuming a plan: what all ranks do together. The format is :mod:`slidedp.executor.checkpoint`'s."""
+"""Saving and resuming a plan: what all ranks do together. The format is :mod:`slidedp.executor.checkpoints.checkpoint`'s."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from slidedp.compiler.layergraph import Group
-from slidedp.executor import checkpoint as content
-from slidedp.executor.checkpoint_files import (
-    CheckpointError,
+from slidedp.executor.checkpoints import checkpoint as content
+from slidedp.executor.checkpoints.checkpoint_files import (
     FileFact,
     FileLayer,
     begin,
@@ -26,9 +25,10 @@ from slidedp.executor.checkpoint_files import (
     publish,
     read_manifest,
 )
-from slidedp.executor.checkpoint_moments import ResidentMoments
-from slidedp.executor.collectives import Collectives
-from slidedp.executor.machine import Machine
+from slidedp.executor.checkpoints.checkpoint_moments import ResidentMoments
+from slidedp.executor.errors import CheckpointError
+from slidedp.executor.machine.machine import Machine
+from slidedp.executor.ranks.collectives import Collectives
 
 T = TypeVar("T")
 

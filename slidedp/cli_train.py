@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
-from slidedp.executor.adam import NonFiniteGradient
-from slidedp.executor.step import NonFiniteLoss
-from slidedp.executor.words import PeerError
+from slidedp.executor.machine.step import NonFiniteLoss
+from slidedp.executor.optim.adam import NonFiniteGradient
+from slidedp.executor.shared.words import PeerError
 from slidedp.train_config import TrainConfig, load_config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from slidedp.executor.machine import Machine
+from slidedp.executor.machine.machine import Machine
 
 
 def close(machine: Machine) -> None:

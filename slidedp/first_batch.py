@@ -16,12 +16,12 @@ from slidedp.checkpoints import Checkpoint, require_same_model
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.tracing.tracer import Trace
-from slidedp.executor.binding import refuse_owned
-from slidedp.executor.collectives import Collectives, PeerFailed, together
-from slidedp.executor.machine import Machine
+from slidedp.executor.machine.machine import Machine
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.segment import HostMemoryError
-from slidedp.executor.words import PeerError
+from slidedp.executor.ranks.collectives import Collectives, PeerFailed, together
+from slidedp.executor.shared.segment import HostMemoryError
+from slidedp.executor.shared.words import PeerError
+from slidedp.executor.stages.binding import refuse_owned
 from slidedp.planner import Planner
 from slidedp.slicing import Slicing
 from slidedp.specialisation import Draft, Specialisation

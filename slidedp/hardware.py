@@ -12,8 +12,8 @@ import torch
 
 from slidedp.cache import cache_folder, machine_hash, read_cached, write_cached
 from slidedp.compiler.costmodel.hardware import HardwareProfile, builtin_names
-from slidedp.executor.collectives import open_collectives, together
 from slidedp.executor.measure.machine import measure_machine
+from slidedp.executor.ranks.collectives import open_collectives, together
 from slidedp.progress import progress_bar
 from slidedp.ranks import Ranks, find_ranks
 

@@ -30,7 +30,7 @@ from transformers.trainer_utils import has_length
 
 from slidedp import hf_arguments, hf_checkpoints
 from slidedp.api import compile
-from slidedp.executor.checkpoint_files import MANIFEST
+from slidedp.executor.checkpoints.checkpoint_files import MANIFEST
 from slidedp.hf_arguments import LABELS
 from slidedp.plan import Plan
 from slidedp.schedule import LearningRate

@@ -1,6 +1,6 @@
 """Checkpoints of a SlideTrainer: `checkpoint-N` of the output directory holds what a plan saves and what Trainer adds to it.
 
-    checkpoint-N/   manifest.json, model-*.safetensors, moments-*.safetensors, config.json, …  (executor/checkpoint.py)
+    checkpoint-N/   manifest.json, model-*.safetensors, moments-*.safetensors, config.json, …  (checkpoint.py)
                     trainer_state.json, optimizer.pt (the learning rate), scheduler.pt, rng_state*.pth, tokenizer
 
 It is written as `.checkpoint-N.partial`, synced, and renamed when everything is in it: Trainer's resume sees whole checkpoints
@@ -19,7 +19,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from slidedp.checkpoints import on_all
-from slidedp.executor.checkpoint_files import MANIFEST, CheckpointError, FileLayer, damage, read_manifest
+from slidedp.executor.checkpoints.checkpoint_files import MANIFEST, FileLayer, damage, read_manifest
+from slidedp.executor.errors import CheckpointError
 
 if TYPE_CHECKING:
     from slidedp.hf import SlideTrainer

@@ -25,15 +25,16 @@ from slidedp.calibrate import cached_stages
 from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_names, save
 from slidedp.compiler.simulation.simulate import Timeline, measured_timeline
 from slidedp.ending import close, close_quietly
-from slidedp.executor.checkpoint_files import CheckpointError, FileLayer
-from slidedp.executor.collectives import open_collectives
-from slidedp.executor.interpreter import Interpreter
-from slidedp.executor.machine import Machine
+from slidedp.executor.checkpoints.checkpoint_files import FileLayer
+from slidedp.executor.checkpoints.saving import SaveHandle
+from slidedp.executor.errors import CheckpointError
+from slidedp.executor.machine.interpreter import Interpreter
+from slidedp.executor.machine.machine import Machine
+from slidedp.executor.machine.step import MicroBatch, Step, StepResult
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.saving import SaveHandle
-from slidedp.executor.skew import peer_wait_s
-from slidedp.executor.step import MicroBatch, Step, StepResult
-from slidedp.executor.words import PeerError
+from slidedp.executor.ranks.collectives import open_collectives
+from slidedp.executor.ranks.skew import peer_wait_s
+from slidedp.executor.shared.words import PeerError
 from slidedp.first_batch import start
 from slidedp.planner import Planner
 from slidedp.ranks import Ranks
@@ -276,7 +277,7 @@ class Plan(Artefact):
         """Write weights, moments, step counts and generators into a new checkpoint under `directory`; returns its path.
 
         `extra`: anything JSON can hold, such as the data's position; :meth:`resume` gives it back (rank 0's). The `keep`
-        newest checkpoints stay. A process killed at any moment leaves a complete one (executor/checkpoint_files.py). Any
+        newest checkpoints stay. A process killed at any moment leaves a complete one (checkpoint_files.py). Any
         plan of the same model can resume it, whatever its ranks, routes or device; `from_pretrained` loads it as a model.
         Waits for pending updates, and for a save under way. All ranks call it.
 

@@ -29,7 +29,7 @@ from slidedp.compiler.rows import possible_split
 from slidedp.compiler.solver.defaults import HEAD_ROWS, check_budgets, check_head, num_head_chunks, with_fewest_away
 from slidedp.compiler.tracing.tracer import Trace, guards_hold, specialisation_key, trace, with_head_chunks
 from slidedp.decide import decide, head_chunks_before_costs
-from slidedp.executor.fallback import Expected, Fallback
+from slidedp.executor.stages.fallback import Expected, Fallback
 from slidedp.recheck import Recheck
 from slidedp.settings import DTYPE_NAMES, Settings
 from slidedp.slicing import COUNTS, Slicing, choose_slices, most_slices, plan_of, why_whole

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 from slidedp.compiler.planfile.verdict import Verdict
-from slidedp.executor.step import Step
+from slidedp.executor.machine.step import Step
 from slidedp.specialisation import Specialisation
 
 NUM_STEPS = 20

@@ -1,8 +1,8 @@
 """Saving beside training: the same checkpoint as :func:`slidedp.checkpoints.save` writes, byte for byte, while steps go on.
 
 What is small (generators, step counts, buffers, `extra`) is taken at once; weights and moments are read before the next step's
-updates overwrite them (passes/snapshot.py, executor/snapshot.py), each rank its own parts, and written into files that all ranks
-share. Every rank has a thread for it, and these have meetings of their own.
+updates overwrite them (snapshot.py in passes/ and in executor/checkpoints/), each rank its own parts, and written into files that
+all ranks share. Every rank has a thread for it, and these have meetings of their own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from slidedp.agreement import SAVE_FAILED, SAVES, Posted, exchange, refuse_if_ra
 from slidedp.checkpoints import begin_on_all, facts_of_training, on_all, publish_on_all, told_where
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.units import parse_bytes
-from slidedp.executor import checkpoint as content
-from slidedp.executor.checkpoint_files import CheckpointError, FileFact, FileLayer, partial_of
-from slidedp.executor.machine import Machine
-from slidedp.executor.saving import SaveHandle
-from slidedp.executor.snapshot import Piece, Snapshot, buffers_of
-from slidedp.executor.tensor_files import TensorFile, extents
+from slidedp.executor.checkpoints import checkpoint as content
+from slidedp.executor.checkpoints.checkpoint_files import FileFact, FileLayer, partial_of
+from slidedp.executor.checkpoints.saving import SaveHandle
+from slidedp.executor.checkpoints.snapshot import Piece, Snapshot, buffers_of
+from slidedp.executor.checkpoints.tensor_files import TensorFile, extents
+from slidedp.executor.errors import CheckpointError
+from slidedp.executor.machine.machine import Machine
 
 
 def agree_to_save(machine: Machine) -> None:

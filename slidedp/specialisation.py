@@ -16,8 +16,8 @@ from slidedp.compiler.simulation.predict import predict, price
 from slidedp.compiler.simulation.timeline import Timeline
 from slidedp.compiler.tracing.tracer import Trace
 from slidedp.decide import by_the_rule
-from slidedp.executor.fallback import Fallback
-from slidedp.executor.switching import Lowered
+from slidedp.executor.machine.switching import Lowered
+from slidedp.executor.stages.fallback import Fallback
 from slidedp.passes.compute import Compute
 from slidedp.passes.pipeline import lower
 from slidedp.passes.snapshot import Snapshot

@@ -1,6 +1,6 @@
 """Which groups speculate, in a plan whose updates wait for the norm of all gradients: the fewest that give the shortest step.
 
-A group that speculates has its state on the host twice (compiler/memory.py), so there may not be room for all. The last
+A group that speculates has its state on the host twice (compiler/footprint/memory.py), so there may not be room for all. The last
 layers, whose gradients come first, gain most: their updates would wait longest. So groups are taken in that order, and their
 number is found by simulating the steps.
 """

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from slidedp.agreement import StopAsked
 from slidedp.api import compile
 from slidedp.checkpoints import on_all
-from slidedp.executor.collectives import Collectives, open_collectives
-from slidedp.executor.step import StepResult
+from slidedp.executor.machine.step import StepResult
+from slidedp.executor.ranks.collectives import Collectives, open_collectives
 from slidedp.loader import Batch, Split, StatefulLoader, in_order
 from slidedp.metrics import Metrics, want_tensorboard
 from slidedp.model_files import find_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slidedp.executor.checkpoint import TRAINING
-from slidedp.executor.checkpoint_files import MANIFEST, complete, read_manifest
+from slidedp.executor.checkpoints.checkpoint import TRAINING
+from slidedp.executor.checkpoints.checkpoint_files import MANIFEST, complete, read_manifest
 from slidedp.loader import StatefulLoader
 from slidedp.train_config import TrainConfig
 

@@ -5,7 +5,7 @@ live in different places and the user has asked for that to be compared too: the
 
     rival_of       the default plan that a solved one is timed against, if there is one and the host has room for both
     prepare_trial  whether there will be a trial, or an earlier verdict holds: kept by model, shapes, machine and the two plans
-    Trial          whose turn it is; the switch from one to the other (executor/switching.py); the verdict
+    Trial          whose turn it is; the switch from one to the other (executor/machine/switching.py); the verdict
 
 One plan runs for a step that does not count and `num_steps` that do, then the other. With several ranks the slowest counts;
 all ranks get all times, and so reach the same verdict. Steps of another shape than the one planned for run as they come and do
@@ -40,12 +40,12 @@ from slidedp.compiler.policy import merge_policies
 from slidedp.compiler.solver.defaults import check_budgets
 from slidedp.compiler.strict import content_hash, load_yaml, parse_yaml
 from slidedp.decide import by_the_rule
-from slidedp.executor.collectives import Collectives
-from slidedp.executor.machine import Machine
-from slidedp.executor.state_layout import layout_state
-from slidedp.executor.step import Step
-from slidedp.executor.switching import Lowered, SwitchError, switch
-from slidedp.executor.words import NUM_VALUES
+from slidedp.executor.machine.machine import Machine
+from slidedp.executor.machine.step import Step
+from slidedp.executor.machine.switching import Lowered, SwitchError, switch
+from slidedp.executor.ranks.collectives import Collectives
+from slidedp.executor.shared.words import NUM_VALUES
+from slidedp.executor.state.state_layout import layout_state
 from slidedp.planner import with_possible_rows
 from slidedp.recheck import Recheck
 from slidedp.report import validation_facts

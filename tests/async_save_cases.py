@@ -10,7 +10,7 @@ import torch
 from tiny_models import PlainGPT
 
 import slidedp
-from slidedp.executor.checkpoint_files import FileLayer
+from slidedp.executor.checkpoints.checkpoint_files import FileLayer
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)
 SMALL = 64 * 1024

@@ -20,8 +20,8 @@ from torch import nn
 from training import state_of
 
 import slidedp
-from slidedp.executor.checkpoint_files import FileLayer
-from slidedp.executor.words import PeerError
+from slidedp.executor.checkpoints.checkpoint_files import FileLayer
+from slidedp.executor.shared.words import PeerError
 from slidedp.planner import Planner
 
 
@@ -73,10 +73,12 @@ def one_has_no_room(rank: int) -> str:
 BREAKS = {
     "slidedp.planner.Planner.first_draft": RuntimeError, "slidedp.planner.Planner.decide": MemoryError,
     "slidedp.validation.agree_on_decisions": KeyError, "slidedp.planner.Planner.finish": OSError,
-    "slidedp.executor.machine.Binding": RuntimeError, "slidedp.executor.machine.open_backend": RuntimeError,
-    "slidedp.executor.segment.SharedSegment._open": OSError, "slidedp.executor.segment.SharedSegment._create": RuntimeError,
-    "slidedp.executor.backend.CpuBackend.open_streams": RuntimeError, "slidedp.executor.backend.CpuBackend.cap": RuntimeError,
-    "slidedp.executor.machine.CpuAdam": MemoryError, "slidedp.executor.switching.Buffers": RuntimeError,
+    "slidedp.executor.machine.machine.Binding": RuntimeError, "slidedp.executor.machine.machine.open_backend": RuntimeError,
+    "slidedp.executor.shared.segment.SharedSegment._open": OSError,
+    "slidedp.executor.shared.segment.SharedSegment._create": RuntimeError,
+    "slidedp.executor.devices.backend.CpuBackend.open_streams": RuntimeError,
+    "slidedp.executor.devices.backend.CpuBackend.cap": RuntimeError,
+    "slidedp.executor.machine.machine.CpuAdam": MemoryError, "slidedp.executor.machine.switching.Buffers": RuntimeError,
     "slidedp.first_batch.Started": RuntimeError,
 }
 """What can fail while a plan is started, and how. Only rank 0 creates segments, and only the others open them."""
@@ -89,7 +91,7 @@ def starts_break() -> dict[str, str]:
     model, told = build(rank), {}
     for place, kind in BREAKS.items():
         with ExitStack() as stack:
-            stack.enter_context(patch("slidedp.executor.failure.VERDICT_S", 0.1))  # a new error is nobody else's fault here
+            stack.enter_context(patch("slidedp.executor.failures.failure.VERDICT_S", 0.1))  # a new error is nobody else's fault
             if rank == (not place.endswith("_create")):
                 stack.enter_context(patch(place, side_effect=kind("broken here")))
             try:

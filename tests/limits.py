@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slidedp.executor.fallback import Fallback
+from slidedp.executor.stages.fallback import Fallback
 
 
 class Limit(TorchDispatchMode):

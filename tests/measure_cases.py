@@ -12,10 +12,10 @@ from training import state_of
 
 import slidedp
 from slidedp.compiler.costmodel.tables import Load, Quantity
-from slidedp.executor import kernels
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.native.build import NativeUnavailable
-from slidedp.executor.words import PeerError
+from slidedp.executor.optim import kernels
+from slidedp.executor.shared.words import PeerError
 from slidedp.hardware import load_profile, measure_hardware
 
 

@@ -19,7 +19,7 @@ from training import state_of
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.backend import CpuBackend
+from slidedp.executor.devices.backend import CpuBackend
 
 NUM_STEPS = 3
 OPTIMIZER = slidedp.AdamW(lr=1e-2)

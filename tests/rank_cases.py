@@ -19,7 +19,8 @@ from tiny_models import PlainGPT, lm_batch
 from training import Trained, begin_again, norm_wise, state_of, train_plainly
 
 import slidedp
-from slidedp.executor.checkpoint_files import CheckpointError, FileLayer, complete
+from slidedp.executor.checkpoints.checkpoint_files import FileLayer, complete
+from slidedp.executor.errors import CheckpointError
 from slidedp.executor.options import MachineOptions
 
 OPTIMIZER = slidedp.AdamW(lr=1e-2)

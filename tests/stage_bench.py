@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.tracing.tracer import Trace, trace
-from slidedp.executor.backend import CpuBackend, poison
-from slidedp.executor.binding import Binding
-from slidedp.executor.stages import StageRunner
+from slidedp.executor.devices.backend import CpuBackend, poison
+from slidedp.executor.stages.binding import Binding
+from slidedp.executor.stages.stages import StageRunner
 
 Batch = Mapping[str, Tensor]
 LossFn = Callable[..., Any]

@@ -11,12 +11,12 @@ import torch
 from slidedp.compiler.decisions import Decisions, GroupDecision, Source
 from slidedp.compiler.layergraph import Group, Param, aligned, cut_chunks, shard
 from slidedp.compiler.optimizer import AdamW
-from slidedp.executor import kernels as kernels_module
-from slidedp.executor.adam import CpuAdam, NonFiniteGradient
-from slidedp.executor.host_state import HostState, shaped
-from slidedp.executor.kernels import HostKernels
 from slidedp.executor.native.build import SEGMENT, NativeUnavailable, load_library
-from slidedp.executor.state_layout import Buffer
+from slidedp.executor.optim import kernels as kernels_module
+from slidedp.executor.optim.adam import CpuAdam, NonFiniteGradient
+from slidedp.executor.optim.kernels import HostKernels
+from slidedp.executor.state.host_state import HostState, shaped
+from slidedp.executor.state.state_layout import Buffer
 
 pytestmark = pytest.mark.cpu
 
@@ -272,9 +272,9 @@ def test_cast_and_reduce_equal_torch(kernel):
 
 FORKS = """
 import os, signal, sys, time
-from slidedp.executor.kernels import HostKernels
+from slidedp.executor.optim.kernels import HostKernels
 from slidedp.executor.native.build import Ranks, load_library
-from slidedp.executor.updates import UpdateQueue
+from slidedp.executor.streams.updates import UpdateQueue
 
 queue = UpdateQueue(load_library(), 2, Ranks(1, 1, 8))
 kept = [HostKernels("native", 2), HostKernels("native", 2, queue=queue)]

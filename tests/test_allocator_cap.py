@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from slidedp.executor import allocator
-from slidedp.executor.allocator import AllocatorCap
+from slidedp.executor.devices import allocator
+from slidedp.executor.devices.allocator import AllocatorCap
 
 pytestmark = pytest.mark.cpu
 

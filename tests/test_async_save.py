@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from tiny_models import lm_batch
 from training import state_of
 
-from slidedp.executor.checkpoint_files import complete
+from slidedp.executor.checkpoints.checkpoint_files import complete
+from slidedp.executor.checkpoints.snapshot import SMALLEST_BUFFER_BYTES
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.snapshot import SMALLEST_BUFFER_BYTES
 
 pytestmark = pytest.mark.cpu
 

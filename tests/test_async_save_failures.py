@@ -13,8 +13,9 @@ from torch import nn
 
 import slidedp
 from slidedp.checkpoints import find
-from slidedp.executor.checkpoint_files import CheckpointError, complete
-from slidedp.executor.snapshot import SMALLEST_BUFFER_BYTES
+from slidedp.executor.checkpoints.checkpoint_files import complete
+from slidedp.executor.checkpoints.snapshot import SMALLEST_BUFFER_BYTES
+from slidedp.executor.errors import CheckpointError
 from slidedp.saving import start_save
 
 pytestmark = pytest.mark.cpu

@@ -12,8 +12,8 @@ from torch import nn
 from training import state_of
 
 import slidedp
-from slidedp.executor.adam import NonFiniteGradient
-from slidedp.executor.step import NonFiniteLoss
+from slidedp.executor.machine.step import NonFiniteLoss
+from slidedp.executor.optim.adam import NonFiniteGradient
 
 pytestmark = pytest.mark.cpu
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.tracing.tracer import trace
-from slidedp.executor.binding import Binding
-from slidedp.executor.gradients import GradientSlots
+from slidedp.executor.stages.binding import Binding
+from slidedp.executor.stages.gradients import GradientSlots
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

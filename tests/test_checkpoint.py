@@ -17,7 +17,8 @@ from training import state_of
 
 import slidedp
 from slidedp import checkpoints
-from slidedp.executor.checkpoint_files import CheckpointError, FileLayer, complete, partial_of
+from slidedp.executor.checkpoints.checkpoint_files import FileLayer, complete, partial_of
+from slidedp.executor.errors import CheckpointError
 
 pytestmark = pytest.mark.cpu
 

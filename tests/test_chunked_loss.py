@@ -23,8 +23,8 @@ from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.policy import parse_fixes
 from slidedp.compiler.tracing.metering import LiveBytes
 from slidedp.compiler.tracing.tracer import Trace, trace, with_head_chunks
-from slidedp.executor.backend import CpuBackend
-from slidedp.executor.stages import StageRunner
+from slidedp.executor.devices.backend import CpuBackend
+from slidedp.executor.stages.stages import StageRunner
 from slidedp.hardware import load_profile
 from slidedp.planner import Planner
 from slidedp.report import summary

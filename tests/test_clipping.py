@@ -21,10 +21,10 @@ from training import assert_same_bits, assert_same_tensors, loss_of_output, norm
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.clipping import Clipping, NonFiniteNorm
-from slidedp.executor.segment import SharedSegment
-from slidedp.executor.step import NonFiniteLoss
-from slidedp.executor.words import Words, WordsLayout
+from slidedp.executor.machine.step import NonFiniteLoss
+from slidedp.executor.optim.clipping import Clipping, NonFiniteNorm
+from slidedp.executor.shared.segment import SharedSegment
+from slidedp.executor.shared.words import Words, WordsLayout
 
 pytestmark = pytest.mark.cpu
 

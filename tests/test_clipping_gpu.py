@@ -14,7 +14,7 @@ from tiny_models import lm_batch
 from training import assert_same_tensors, norm_wise, rounded, state_of, train_resident
 
 import slidedp
-from slidedp.executor.step import StepResult
+from slidedp.executor.machine.step import StepResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

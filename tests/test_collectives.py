@@ -11,9 +11,9 @@ from torch import nn
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.simulation.timeline import measured_timeline
-from slidedp.executor.collectives import RankCollectives, SingleRank, StagedGloo, open_collectives
-from slidedp.executor.cuda import PinnedMemory
-from slidedp.executor.skew import peer_wait_s
+from slidedp.executor.devices.cuda import PinnedMemory
+from slidedp.executor.ranks.collectives import RankCollectives, SingleRank, StagedGloo, open_collectives
+from slidedp.executor.ranks.skew import peer_wait_s
 
 pytestmark = pytest.mark.cpu
 
@@ -100,7 +100,7 @@ def check_host_messages(c, rank: int, world: int) -> None:
 
 
 def check_share_buffers(c, rank: int) -> None:
-    from slidedp.executor.binding import share_buffers
+    from slidedp.executor.stages.binding import share_buffers
 
     with torch.device("meta" if rank else "cpu"):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -12,11 +12,11 @@ from torch import Tensor
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.tracing.tracer import trace
-from slidedp.executor.backend import Backend
-from slidedp.executor.binding import Binding
-from slidedp.executor.collectives import StagedGloo, open_collectives
-from slidedp.executor.devices import open_backend
-from slidedp.executor.stages import StageRunner
+from slidedp.executor.devices.backend import Backend
+from slidedp.executor.devices.devices import open_backend
+from slidedp.executor.ranks.collectives import StagedGloo, open_collectives
+from slidedp.executor.stages.binding import Binding
+from slidedp.executor.stages.stages import StageRunner
 
 pytestmark = pytest.mark.gpu
 

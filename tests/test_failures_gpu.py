@@ -10,7 +10,7 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
-from slidedp.executor.stages import StageRunner
+from slidedp.executor.stages.stages import StageRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

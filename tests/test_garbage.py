@@ -10,9 +10,9 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
-from slidedp.executor import cuda, garbage
-from slidedp.executor.backend import CpuBackend
-from slidedp.executor.cuda import CudaBackend
+from slidedp.executor.devices import cuda, garbage
+from slidedp.executor.devices.backend import CpuBackend
+from slidedp.executor.devices.cuda import CudaBackend
 
 
 class Cycle:

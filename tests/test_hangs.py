@@ -15,11 +15,11 @@ import pytest
 
 import slidedp
 from slidedp.compiler.ops import Stream
-from slidedp.executor.hangs import Hangs
-from slidedp.executor.liveness import Watchdog
-from slidedp.executor.pulse import Pulse
-from slidedp.executor.segment import SharedSegment
-from slidedp.executor.words import Words, WordsLayout
+from slidedp.executor.failures.hangs import Hangs
+from slidedp.executor.failures.liveness import Watchdog
+from slidedp.executor.shared.segment import SharedSegment
+from slidedp.executor.shared.words import Words, WordsLayout
+from slidedp.executor.streams.pulse import Pulse
 
 pytestmark = pytest.mark.cpu
 
@@ -204,7 +204,7 @@ def test_one_that_ends_leaves_the_other_save_under_way():
 
 @pytest.mark.parametrize("saving", [False, True])
 def test_a_stopped_process_is_missed_only_by_those_who_wait(monkeypatch, saving):
-    monkeypatch.setattr("slidedp.executor.hangs.is_stopped", lambda pid: True)
+    monkeypatch.setattr("slidedp.executor.failures.hangs.is_stopped", lambda pid: True)
     job = Job()
     job.step(4)
     job.drain(4)

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from slidedp.compiler.decisions import Decisions, GroupDecision, Reduction, Source
 from slidedp.compiler.layergraph import Group, Param, aligned
-from slidedp.executor import host_state
-from slidedp.executor.host_state import HostState
-from slidedp.executor.segment import SharedSegment
-from slidedp.executor.state_layout import Buffer, layout_state
-from slidedp.executor.words import AbortReason, PeerError
+from slidedp.executor.shared.segment import SharedSegment
+from slidedp.executor.shared.words import AbortReason, PeerError
+from slidedp.executor.state import host_state
+from slidedp.executor.state.host_state import HostState
+from slidedp.executor.state.state_layout import Buffer, layout_state
 
 pytestmark = pytest.mark.cpu
 

@@ -22,16 +22,16 @@ from slidedp.compiler.costmodel.tables import Load, Quantity
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.tracing.minipipeline import mini_pipeline, reached
 from slidedp.compiler.tracing.tracer import trace
-from slidedp.executor.adam import CpuAdam
-from slidedp.executor.backend import CpuBackend
-from slidedp.executor.collectives import SingleRank
+from slidedp.executor.devices.backend import CpuBackend
 from slidedp.executor.measure.caches import last_level_cache_bytes
 from slidedp.executor.measure.host import measure_task_us, measure_update
 from slidedp.executor.measure.lab import Lab, num_ops, one_op, overlapping
 from slidedp.executor.measure.machine import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, MachineFigures, state_numel
 from slidedp.executor.measure.rig import STATE_BYTES_PER_PARAM, Rig, enough
 from slidedp.executor.measure.stages import measure_stages
-from slidedp.executor.updates import UpdateStream
+from slidedp.executor.optim.adam import CpuAdam
+from slidedp.executor.ranks.collectives import SingleRank
+from slidedp.executor.streams.updates import UpdateStream
 from slidedp.hardware import detect, load_profile
 from slidedp.progress import progress_bar
 

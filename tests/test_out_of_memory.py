@@ -19,10 +19,10 @@ from tiny_models import PlainGPT, lm_batch, mlp_batch
 import slidedp
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.ops import OpKind
-from slidedp.executor import selective
-from slidedp.executor.backend import CpuBackend
-from slidedp.executor.fallback import OutOfMemory, is_out_of_memory
-from slidedp.executor.gradients import GradientSlots
+from slidedp.executor.devices.backend import CpuBackend
+from slidedp.executor.stages import selective
+from slidedp.executor.stages.fallback import OutOfMemory, is_out_of_memory
+from slidedp.executor.stages.gradients import GradientSlots
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -12,7 +12,7 @@ from tiny_models import PlainGPT, lm_batch
 from training import rounded
 
 import slidedp
-from slidedp.executor.fallback import OutOfMemory
+from slidedp.executor.stages.fallback import OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

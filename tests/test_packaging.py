@@ -135,9 +135,16 @@ def packages_of_this_environment() -> Iterator[str]:
     yield from (entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages")))
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported, at any depth; `from a import b` counts as both `a` and `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def imports_of(path: Path, for_types: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported, at any depth; `from a import b` counts as both `a` and `a.b`. `for_types`: also
+    what is imported for annotations only.
+    """
+    tree = ast.parse(path.read_text(), str(path))
+    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    left_out = set() if for_types else {inner for node in typing for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if node in left_out:
+            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -158,6 +165,23 @@ def test_imports_point_one_way(folder: str) -> None:
         for path in (REPO / folder).rglob("*.py")
         for line, name in imports_of(path)
         if (starts_with(name, {"slidedp"}) and not starts_with(name, allowed)) or starts_with(name, forbidden)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", ["compiler", "executor"])
+def test_imports_point_up_the_folders_map(folder: str) -> None:
+    """Folders import what the map in ``__init__.py`` names before them, and files beside it none of the folders."""
+    rooms = [path.parent.name for path in (REPO / folder).glob("*/__init__.py")]
+    doc = ast.get_docstring(ast.parse((REPO / folder / "__init__.py").read_text()), clean=False) or ""
+    order = [name for line in doc.splitlines() if line.startswith(" " * 8) for name in line.split() if name in rooms]
+    assert sorted(order) == sorted(rooms)
+    wrong = [
+        f"{path.relative_to(REPO)}:{line} imports {name}"
+        for path in (REPO / folder).rglob("*.py")
+        for line, name in imports_of(path, for_types=False)
+        for room in order[order.index(path.parent.name) + 1 if path.parent.name in rooms else 0 :]
+        if starts_with(name, {f"slidedp.{folder}.{room}"})
     ]
     assert not wrong
 

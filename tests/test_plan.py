@@ -21,8 +21,8 @@ from torch import nn
 from training import loss_of_output, state_of, train_plainly
 
 import slidedp
-from slidedp.executor.backend import CpuBackend, Sent
-from slidedp.executor.failure import Failure
+from slidedp.executor.devices.backend import CpuBackend, Sent
+from slidedp.executor.failures.failure import Failure
 from slidedp.executor.options import MachineOptions
 
 pytestmark = pytest.mark.cpu
@@ -75,14 +75,14 @@ def test_so_much_of_the_batches_goes_ahead_and_no_more(monkeypatch):
     with compiled() as plan:
         want = plan.evaluate(batches)
         for room, gone in ((sum(sizes), sizes), (sum(sizes) - 1, sizes[:-1]), (sizes[0], sizes[:1]), (0, [])):
-            monkeypatch.setattr("slidedp.executor.step.MOST_AHEAD", room)
+            monkeypatch.setattr("slidedp.executor.machine.step.MOST_AHEAD", room)
             ahead.clear()
             assert plan.evaluate(batches) == want
             assert ahead == gone
 
 
 def test_exposed_time_is_that_of_all_compute_of_a_step(monkeypatch):
-    monkeypatch.setattr("slidedp.executor.streams.OpStream.stall_s", lambda stream, op: 0.25)  # of each, see test_streams.py
+    monkeypatch.setattr("slidedp.executor.streams.streams.OpStream.stall_s", lambda stream, op: 0.25)  # see test_streams.py
     with compiled() as plan:
         result = plan.run(lm_batch())
         assert result.exposed_s == 0.25 * plan.ops.count("@gpu")

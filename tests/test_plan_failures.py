@@ -12,9 +12,9 @@ import torch
 from tiny_models import PlainGPT, lm_batch
 
 import slidedp
-from slidedp.executor.backend import CpuBackend, Sent
-from slidedp.executor.collectives import SingleRank
-from slidedp.executor.stages import StageRunner
+from slidedp.executor.devices.backend import CpuBackend, Sent
+from slidedp.executor.ranks.collectives import SingleRank
+from slidedp.executor.stages.stages import StageRunner
 
 pytestmark = pytest.mark.cpu
 
@@ -74,7 +74,7 @@ def test_collectives_that_a_failed_step_has_under_way_end_before_the_device_is_w
     plan = slidedp.compile(PlainGPT(), optimizer=slidedp.AdamW(lr=1e-3))
     with monkeypatch.context() as patch:
         if when == "in its start":
-            patch.setattr("slidedp.executor.machine.CpuAdam", fail)
+            patch.setattr("slidedp.executor.machine.machine.CpuAdam", fail)
         elif when == "in a step":
             patch.setattr(StageRunner, "forward", fail)
         with nullcontext() if when == "never" else pytest.raises(RuntimeError, match="device-side assert"):

@@ -132,7 +132,7 @@ def test_killed_rank_is_named(start_ranks, tmp_path, victim):
 
 
 def segments_of(pid: int) -> set[int]:
-    """Inodes of the shared segments (executor/segment.py) that a process maps or has open; none of one that has gone."""
+    """Inodes of the shared segments (executor/shared/segment.py) that a process maps or has open; none of one that has gone."""
     return {inode for name, inode in files_of(pid) if name.startswith("/memfd:slidedp-")}
 
 

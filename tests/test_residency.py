@@ -16,9 +16,9 @@ from training import loss_of_output, norm_wise, rounded, state_of, train_plainly
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.adam import NonFiniteGradient
+from slidedp.executor.machine.step import NonFiniteLoss
+from slidedp.executor.optim.adam import NonFiniteGradient
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.step import NonFiniteLoss
 
 pytestmark = pytest.mark.cpu
 

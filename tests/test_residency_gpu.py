@@ -14,7 +14,7 @@ from torch import nn
 from training import norm_wise, rounded, train_resident
 
 import slidedp
-from slidedp.executor.adam import NonFiniteGradient
+from slidedp.executor.optim.adam import NonFiniteGradient
 from slidedp.executor.options import MachineOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -20,10 +20,10 @@ from slidedp.compiler.decisions import Decisions, GroupDecision, Rows, Source
 from slidedp.compiler.layergraph import Group, Lookup, Param
 from slidedp.compiler.ops import OpKind, RowSet
 from slidedp.compiler.optimizer import AdamW
-from slidedp.executor.adam import CpuAdam, NonFiniteGradient
-from slidedp.executor.host_state import HostState
+from slidedp.executor.optim.adam import CpuAdam, NonFiniteGradient
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.stages import StageRunner
+from slidedp.executor.stages.stages import StageRunner
+from slidedp.executor.state.host_state import HostState
 
 pytestmark = pytest.mark.cpu
 

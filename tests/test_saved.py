@@ -12,8 +12,8 @@ from stage_bench import AWKWARD, Bench, compare, made
 from torch import Tensor, nn
 
 from slidedp.compiler.decisions import Activation
-from slidedp.executor.parcels import num_bytes, storage_of
-from slidedp.executor.saved import SavedTensors, enter
+from slidedp.executor.devices.parcels import num_bytes, storage_of
+from slidedp.executor.stages.saved import SavedTensors, enter
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -36,7 +36,7 @@ def wsd(optimizer):
 @pytest.mark.parametrize("make", [cosine, warmup, wsd])
 def test_bits_of_plain_pytorch_under_a_schedule(make):
     """Updates of a step overlap the next one's forward, whose rate is another already."""
-    torch.set_num_threads(1)  # see executor/adam.py on the bits of torch's update
+    torch.set_num_threads(1)  # see executor/optim/adam.py on the bits of torch's update
     model = PlainGPT()
     plain = copy.deepcopy(model)
     decayed = [p for n, p in plain.named_parameters() if "bias" not in n and "norm" not in n]

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slidedp.executor.host_memory import available_bytes
-from slidedp.executor.segment import GIB, HostMemoryError, SharedSegment
+from slidedp.executor.shared.host_memory import available_bytes
+from slidedp.executor.shared.segment import GIB, HostMemoryError, SharedSegment
 
 pytestmark = pytest.mark.cpu
 

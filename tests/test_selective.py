@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.footprint.moments import SELECTED_SHARE
-from slidedp.executor import selective
-from slidedp.executor.parcels import num_bytes
-from slidedp.executor.selective import Keeping, Measured, choose
+from slidedp.executor.devices.parcels import num_bytes
+from slidedp.executor.stages import selective
+from slidedp.executor.stages.selective import Keeping, Measured, choose
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

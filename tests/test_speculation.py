@@ -21,7 +21,7 @@ from training import assert_same_bits, assert_same_tensors, loss_of_output, stat
 
 import slidedp
 from slidedp.compiler.ops import OpKind
-from slidedp.executor.clipping import NonFiniteNorm
+from slidedp.executor.optim.clipping import NonFiniteNorm
 
 pytestmark = pytest.mark.cpu
 

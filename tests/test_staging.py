@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slidedp.executor.cuda import _StagingPool
+from slidedp.executor.devices.cuda import _StagingPool
 
 pytestmark = pytest.mark.cpu
 

@@ -13,8 +13,8 @@ from queue import SimpleQueue
 import pytest
 
 from slidedp.compiler.ops import Stream
-from slidedp.executor.streams import Streams
-from slidedp.executor.tickets import Aborted, Ticket
+from slidedp.executor.streams.streams import Streams
+from slidedp.executor.streams.tickets import Aborted, Ticket
 
 pytestmark = pytest.mark.cpu
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from train_cases import config, make_folder
 
 from slidedp.cli import main
-from slidedp.executor.checkpoint_files import complete
+from slidedp.executor.checkpoints.checkpoint_files import complete
 from slidedp.metrics import read_metrics
 
 pytestmark = pytest.mark.cpu

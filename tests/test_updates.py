@@ -18,13 +18,13 @@ from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.optimizer import AdamW
 from slidedp.compiler.simulation.timeline import measured_timeline
-from slidedp.executor.adam import CpuAdam, NonFiniteGradient
-from slidedp.executor.host_state import HostState
-from slidedp.executor.kernels import HostKernels
 from slidedp.executor.native.build import DONE, SKIPPED, Ranks, StepConstants, load_library
-from slidedp.executor.streams import Streams
-from slidedp.executor.tickets import Aborted, Ticket
-from slidedp.executor.updates import UpdateQueue
+from slidedp.executor.optim.adam import CpuAdam, NonFiniteGradient
+from slidedp.executor.optim.kernels import HostKernels
+from slidedp.executor.state.host_state import HostState
+from slidedp.executor.streams.streams import Streams
+from slidedp.executor.streams.tickets import Aborted, Ticket
+from slidedp.executor.streams.updates import UpdateQueue
 
 pytestmark = [pytest.mark.cpu, needs_native]
 

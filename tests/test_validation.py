@@ -20,7 +20,7 @@ from slidedp.agreement import StopAsked
 from slidedp.compiler.decisions import StateHome
 from slidedp.compiler.planfile.verdict import DEFAULT, PLAN
 from slidedp.compiler.solver.defaults import default_decisions
-from slidedp.executor import switching
+from slidedp.executor.machine import switching
 
 pytestmark = pytest.mark.cpu
 

@@ -28,7 +28,7 @@ from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.planfile.verdict import DEFAULT, PLAN, Verdict
 from slidedp.compiler.solver.defaults import default_decisions
-from slidedp.executor.host_state import HostState
+from slidedp.executor.state.host_state import HostState
 from slidedp.planner import Planner
 from slidedp.recheck import Recheck
 from slidedp.report import summary, validation_facts

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slidedp.executor.liveness import Watchdog, is_alive, process_start_time
-from slidedp.executor.meetings import Meetings
-from slidedp.executor.segment import SharedSegment
-from slidedp.executor.tickets import Ticket
-from slidedp.executor.words import LEFT, LOSS_DEPTH, NUM_VALUES, AbortReason, Board, PeerError, Words, WordsLayout
+from slidedp.executor.failures.liveness import Watchdog, is_alive, process_start_time
+from slidedp.executor.ranks.meetings import Meetings
+from slidedp.executor.shared.segment import SharedSegment
+from slidedp.executor.shared.words import LEFT, LOSS_DEPTH, NUM_VALUES, AbortReason, Board, PeerError, Words, WordsLayout
+from slidedp.executor.streams.tickets import Ticket
 
 pytestmark = pytest.mark.cpu
 

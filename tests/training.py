@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import slidedp
-from slidedp.executor.host_state import shaped
+from slidedp.executor.state.host_state import shaped
 
 Batch = Mapping[str, Tensor]
 

@@ -24,9 +24,9 @@ from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.planfile.planfile import SolverRecord
 from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.decide import by_the_rule
-from slidedp.executor import switching
+from slidedp.executor.machine import switching
+from slidedp.executor.machine.step import Step
 from slidedp.executor.options import MachineOptions
-from slidedp.executor.step import Step
 from slidedp.settings import Settings
 
 RECORD = SolverRecord("cp-sat", 1000, 900, 0.1, 1100, 2000, 1)

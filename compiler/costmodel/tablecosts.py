@@ -1,4 +1,4 @@
-"""Durations of ops from the measured tables of a hardware profile, where it has the curve (compiler/tables.py)."""
+"""Durations of ops from the measured tables of a hardware profile, where it has the curve (tables.py)."""
 
 from __future__ import annotations
 

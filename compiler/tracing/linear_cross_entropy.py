@@ -1,7 +1,7 @@
 """Head and loss in token chunks: the logits of one chunk at a time, their gradients at once, then the next chunk.
 
 The head is linear and the loss a sum over tokens, so that the loss's own gradient only scales the others. Both are computed
-in one pass, as Liger's fused linear cross-entropy does, but no value ever goes to the host (compiler/liger.py says where
+in one pass, as Liger's fused linear cross-entropy does, but no value ever goes to the host (liger.py says where
 Liger's does, and what of it is used).
 
 The weight's gradient is summed over chunks in FP32, where unchunked BF16 rounds one sum once. That of the hidden states is

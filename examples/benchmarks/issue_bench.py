@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import slidedp
-from slidedp.executor.interpreter import Interpreter
+from slidedp.executor.machine.interpreter import Interpreter
 
 
 class Empty(nn.Module):

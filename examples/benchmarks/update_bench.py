@@ -42,11 +42,11 @@ from slidedp.compiler.decisions import Decisions, GroupDecision, Source, Update
 from slidedp.compiler.layergraph import Group, Param
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.optimizer import AdamW
-from slidedp.executor.adam import CpuAdam
-from slidedp.executor.host_state import HostState
 from slidedp.executor.native.build import StepConstants, What
-from slidedp.executor.streams import Streams
-from slidedp.executor.updates import UpdateQueue
+from slidedp.executor.optim.adam import CpuAdam
+from slidedp.executor.state.host_state import HostState
+from slidedp.executor.streams.streams import Streams
+from slidedp.executor.streams.updates import UpdateQueue
 
 REFERENCE = r"""
 #include <cmath>

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from slidedp.compiler.ops import Stream
-from slidedp.executor.backend import Backend
-from slidedp.executor.collectives import Collectives
+from slidedp.executor.devices.backend import Backend
 from slidedp.executor.native.build import Ranks, StepConstants
 from slidedp.executor.options import update_niceness
-from slidedp.executor.tickets import Ticket
-from slidedp.executor.updates import UpdateQueue
+from slidedp.executor.ranks.collectives import Collectives
+from slidedp.executor.streams.tickets import Ticket
+from slidedp.executor.streams.updates import UpdateQueue
 
 Task = Callable[[], object]
 Spans = dict[Stream, list[tuple[float, float]]]

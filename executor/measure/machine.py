@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from slidedp.compiler.costmodel.tables import Curve, Load, Quantity, Tables
-from slidedp.executor.collectives import Collectives
-from slidedp.executor.devices import open_backend
-from slidedp.executor.kernels import Kernel
+from slidedp.executor.devices.devices import open_backend
 from slidedp.executor.measure.caches import last_level_cache_bytes
 from slidedp.executor.measure.compute import measure_hbm_gbps, measure_launch_us, measure_tflops
 from slidedp.executor.measure.host import measure_cast, measure_task_us, measure_update, thread_counts
@@ -20,7 +18,9 @@ from slidedp.executor.measure.lab import Lab
 from slidedp.executor.measure.links import measure_links
 from slidedp.executor.measure.peers import measure_peers
 from slidedp.executor.measure.rig import Rig, enough
+from slidedp.executor.optim.kernels import Kernel
 from slidedp.executor.options import update_threads
+from slidedp.executor.ranks.collectives import Collectives
 
 KIB, MIB = 1 << 10, 1 << 20
 

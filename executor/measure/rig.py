@@ -16,12 +16,12 @@ import torch
 from slidedp.compiler.decisions import Decisions, GroupDecision
 from slidedp.compiler.layergraph import ALIGN, Group, Param
 from slidedp.compiler.optimizer import AdamW
-from slidedp.executor.adam import CpuAdam
-from slidedp.executor.backend import Backend
-from slidedp.executor.collectives import Collectives
-from slidedp.executor.host_state import HostState
-from slidedp.executor.kernels import HostKernels, Kernel
+from slidedp.executor.devices.backend import Backend
 from slidedp.executor.measure.lab import Lab, NativeUpdate, Task
+from slidedp.executor.optim.adam import CpuAdam
+from slidedp.executor.optim.kernels import HostKernels, Kernel
+from slidedp.executor.ranks.collectives import Collectives
+from slidedp.executor.state.host_state import HostState
 
 GROUP = "bench"
 BF16 = torch.bfloat16

@@ -24,14 +24,14 @@ from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.tracing.metamodel import attributes_kept
 from slidedp.compiler.tracing.minipipeline import mini_pipeline, reached
 from slidedp.compiler.tracing.tracer import Trace
-from slidedp.executor.backend import Backend
-from slidedp.executor.binding import Binding
-from slidedp.executor.collectives import SingleRank
-from slidedp.executor.devices import open_backend
+from slidedp.executor.devices.backend import Backend
+from slidedp.executor.devices.devices import open_backend
 from slidedp.executor.measure.lab import Lab
-from slidedp.executor.stage_graph import Slots
-from slidedp.executor.stages import StageRunner
-from slidedp.executor.tickets import Aborted
+from slidedp.executor.ranks.collectives import SingleRank
+from slidedp.executor.stages.binding import Binding
+from slidedp.executor.stages.stage_graph import Slots
+from slidedp.executor.stages.stages import StageRunner
+from slidedp.executor.streams.tickets import Aborted
 
 REPEATS = 3
 WEIGHT_SCALE = 0.02

@@ -75,7 +75,7 @@ enum class What : int32_t {  // mirrors What in executor/native/build.py
     kSettle = 2,     // once the scale is known: nothing if it is 1, for then the other side is the state; else as kUpdate
 };
 
-constexpr int64_t kSideDepth = 8;  // DEPTH in executor/sides.py
+constexpr int64_t kSideDepth = 8;  // DEPTH in executor/state/sides.py
 
 // `states`: the group's buffers, of both sides if it speculates. Which is the state when a step begins, `sides` says (the
 // entry of that step, modulo kSideDepth), by the time that the update may begin.

@@ -1,0 +1,4 @@
+"""Errors, ranks that died, ranks that hang.
+
+        failure liveness hangs
+"""

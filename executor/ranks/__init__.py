@@ -1,0 +1,4 @@
+"""Ranks of one host: collectives, and when all are there.
+
+        collectives meetings skew
+"""
