@@ -26,7 +26,7 @@ Source: max-min fairness by progressive filling, Bertsekas and Gallager, Data Ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from slidedp.compiler.costmodel.hardware import HardwareProfile
@@ -35,10 +35,14 @@ from slidedp.compiler.costmodel.tables import Load, Quantity
 from slidedp.compiler.ops import Op, OpKind
 
 CPU_SHARE = 3.1
-"""When host memory is the limit, a rank's update gets this many times the bytes of each of its copies. Measured on one H200:
-with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each. A profile
-that was measured says what they got on its machine, on average: of the two directions, copies to the host got 52 GB/s and those
-to the device 28 where nothing else ran, in steps of plans 44 and 39."""
+"""When host memory is the limit, a rank's update gets this many times the bytes of each of its copies, on average. Measured on
+one H200: with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each.
+A profile that was measured says what they got on its machine."""
+
+HOMEWARD = 1.4
+"""What a copy to the host then gets of it over what one to the device gets, where the host's cores are at work, too. GB/s beside
+updates that never rest, H200s: 52 and 28 on one host, 36.2 and 26.5 on another (14 threads; 16: 32.2 and 22.5), where in steps
+the slowest tenth of copies to the host had 44, of those to the device 30.5. Without the cores the two directions are alike."""
 
 GPU_UPDATE_WEIGHT = 1 / 4.5
 """How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on H200s,
@@ -65,11 +69,13 @@ OF_THE_HOST = frozenset(Resource) - {Resource.LINK_IN, Resource.LINK_OUT, Resour
 @dataclass(frozen=True, slots=True)
 class Draw:
     """What one op takes while it runs at its speed alone: by resource, the fraction of its capacity that all ranks together
-    take (more than 1: it cannot run at that speed on all ranks). `weight`: how fast its speed rises as the resources fill.
+    take (more than 1: it cannot run at that speed on all ranks). `weight`: how fast its speed rises as the resources fill, beside
+    work of the host's cores `beside_cores` times as fast.
     """
 
     parts: tuple[tuple[Resource, float], ...] = ()
     weight: float = 1.0
+    beside_cores: float = 1.0
 
 
 NOTHING = Draw()
@@ -104,9 +110,9 @@ class Contention:
         gbps = num_bytes / alone_us / 1e3
         match op.kind:
             case OpKind.H2D | OpKind.ACT_RELOAD:
-                return self.copy(gbps, Resource.LINK_IN, Resource.ROOT_IN)
+                return self.copy(gbps, 2 / (1 + HOMEWARD), Resource.LINK_IN, Resource.ROOT_IN)
             case OpKind.D2H | OpKind.ACT_OFFLOAD:
-                return self.copy(gbps, Resource.LINK_OUT, Resource.ROOT_OUT)
+                return self.copy(gbps, 2 * HOMEWARD / (1 + HOMEWARD), Resource.LINK_OUT, Resource.ROOT_OUT)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
                 return self.collective(gbps)
             case OpKind.HOST_CAST:
@@ -119,8 +125,9 @@ class Contention:
             case _:
                 return NOTHING
 
-    def copy(self, gbps: float, *of_direction: Resource) -> Draw:
-        return self.over(dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps), 1 / gbps)
+    def copy(self, gbps: float, beside_cores: float, *of_direction: Resource) -> Draw:
+        used = dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps)
+        return replace(self.over(used, 1 / gbps), beside_cores=beside_cores)
 
     def collective(self, gbps: float) -> Draw:
         """`gbps`: what a rank receives; it sends as much."""
@@ -150,8 +157,8 @@ class Contention:
 
     @property
     def cpu_weight(self) -> float:
-        """Copies slow down alike in bytes a second; all work of a rank's cores alike in speed, which for its update is `share`
-        times as many bytes a second.
+        """All work of a rank's cores slows down alike in speed, which for its update is `share` times the bytes a second of the
+        average copy.
         """
         return self.share * self.world_size / (self.hw.cpu_adam_gparams * ADAM_BYTES_PER_PARAM)
 
@@ -202,20 +209,22 @@ def fill(draws: Sequence[Draw]) -> tuple[float, ...]:
     Nobody can then be faster without an op slower for its weight becoming slower still.
     """
     speeds = [0.0] * len(draws)
+    cores = any(resource is Resource.CORES for draw in draws for resource, _ in draw.parts)
+    weights = [draw.weight * (draw.beside_cores if cores else 1.0) for draw in draws]
     full = dict.fromkeys((r for d in draws for r, _ in d.parts), 0.0)
     rising = set(range(len(draws)))
     while rising:
         pace = dict.fromkeys(full, 0.0)
         for i in rising:
             for resource, part in draws[i].parts:
-                pace[resource] += draws[i].weight * part
+                pace[resource] += weights[i] * part
         until_full = {r: max(1 - full[r], 0.0) / rate for r, rate in pace.items() if rate > 0}
-        until_alone = {i: (1 - speeds[i]) / draws[i].weight for i in rising}
+        until_alone = {i: (1 - speeds[i]) / weights[i] for i in rising}
         step = min([*until_full.values(), *until_alone.values()])
         now = step * (1 + 1e-12)  # what rounding sets apart happens together
         exhausted = {r for r, when in until_full.items() if when <= now}
         for i in rising:
-            speeds[i] += draws[i].weight * step
+            speeds[i] += weights[i] * step
         for resource, rate in pace.items():
             full[resource] += rate * step
         for i in sorted(rising):
