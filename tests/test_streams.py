@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ from queue import SimpleQueue
 import pytest
 
 from slidedp.compiler.ops import Stream
+from slidedp.executor.streams import turns
 from slidedp.executor.streams.streams import Streams
 from slidedp.executor.streams.tickets import Aborted, Ticket
 
@@ -344,6 +346,22 @@ def test_close_runs_what_was_submitted_and_is_idempotent(streams):
     assert not any(t.is_alive() for t in threads)
     with pytest.raises(RuntimeError, match="closed"):
         s.submit(Stream.GPU, lambda: None)
+
+
+@pytest.mark.parametrize(("own", "shortened"), [(5e-3, 5e-4), (1e-4, 1e-4)])
+def test_threads_take_short_turns_until_the_last_streams_are_closed(streams, monkeypatch, own, shortened):
+    monkeypatch.setattr(turns, "_owners", set())  # whatever another test has left open
+    monkeypatch.setattr(turns, "_before", [])
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(own)
+        first, second = streams(), streams()
+        for s in (first, first, second):
+            assert sys.getswitchinterval() == pytest.approx(shortened, abs=2e-6)  # whole microseconds, rounded down
+            s.close()
+        assert sys.getswitchinterval() == pytest.approx(own, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_callbacks_run_once_from_whichever_side_comes_last():

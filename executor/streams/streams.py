@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from slidedp.compiler.ops import Stream
+from slidedp.executor.streams import turns
 from slidedp.executor.streams.pulse import Pulse, place_of
 from slidedp.executor.streams.tickets import Aborted, Ticket
 from slidedp.executor.streams.updates import UpdateStream
@@ -196,6 +197,7 @@ class Streams(Mapping[Stream, Worker]):
         self.error: BaseException | None = None
         self._closed = False
         self._lock = threading.Lock()
+        turns.shorten(self)
         self._members: dict[Stream, Worker] = {}
         for stream in Stream:
             start = partial(enter, stream) if enter is not None else None
@@ -248,6 +250,7 @@ class Streams(Mapping[Stream, Worker]):
         until_s = time.monotonic() + JOIN_S
         for member in self._members.values():
             member._join(until_s)
+        turns.restore(self)
 
     def _check_open(self) -> None:
         self.check()
