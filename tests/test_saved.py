@@ -104,6 +104,47 @@ def test_what_goes_to_the_host_leaves_the_device_and_comes_back_elsewhere() -> N
     assert all(torch.equal(grad, want[n]) for n, grad in bench.grads.items() if ".layers.3." in n)
 
 
+class Pair(nn.Module):
+    """Takes two differentiable values and makes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.b(torch.tanh(y)) * y, y * self.a(torch.sin(x))
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Pair() for _ in range(4)), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * x
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return self.head(x + y)
+
+
+@pytest.mark.parametrize("act", [RECOMPUTE, RETAIN, SELECTIVE, Activation.OFFLOAD])
+def test_several_inputs_that_were_on_the_host_are_told_apart(act: Activation) -> None:
+    """They come back into one slot."""
+    batch, name = tiny_models.mlp_batch(), "L02"
+    bench = Bench(Pairs(), batch, tiny_models.classification_loss, acts={name: act})
+    bench.step(batch)
+    want, runner = dict(bench.grads), bench.runner
+    forward(bench, batch)
+    for head in ("act", "h") if act is Activation.OFFLOAD else ("h",):
+        host = torch.empty(1 << 16, dtype=torch.uint8)
+        slot = torch.full_like(host, 0xFF)
+        assert runner.values.offload(f"{head}.{name}", host, Tensor.copy_)
+        runner.values.leave(f"{head}.{name}", poisoned=True)
+        runner.values.reload(f"{head}.{name}", host, slot, Tensor.copy_)
+    bench.back_from_loss()
+    assert all(torch.equal(grad, want[n]) for n, grad in bench.grads.items())
+
+
 class Counting(nn.Module):
     """How often each of its matmuls has run."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from slidedp.compiler.layergraph import STORAGE_ALIGN, aligned
 
@@ -26,8 +26,18 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
 
 def whole(t: Tensor) -> Tensor:
     """All bytes of the storage behind `t`."""
-    storage = t.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return _bytes_of(t.untyped_storage(), t.device)
+
+
+def _bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def part(memory: Tensor, start: int) -> Tensor:
+    """The bytes of `memory` from `start` on, as a storage of their own, which keeps the whole alive: tensors that came in one
+    parcel are then told apart by their storages, as they were before.
+    """
+    return _bytes_of(memory.untyped_storage()[start:], memory.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slidedp.compiler.decisions import Activation
 from slidedp.executor.devices.backend import poison
-from slidedp.executor.devices.parcels import Copy, Geometry, Parcel, num_bytes, storage_of
+from slidedp.executor.devices.parcels import Copy, Geometry, Parcel, num_bytes, part, storage_of
 from slidedp.executor.stages.saved import SavedTensors
 from slidedp.executor.stages.stage_graph import Graph
 
@@ -82,7 +82,8 @@ class StageValues:
         """The inputs of a stage that is run again; those that were on the host, from the slot that they came back to."""
         if (boundary := self._boundaries.get(stage)) is not None:
             assert boundary.slot is not None, f"{stage}: its inputs are not back from the host"
-            self.env |= {name: geometry.over(boundary.slot, start) for name, (geometry, start) in boundary.away.items()}
+            places = {start: part(boundary.slot, start) for _, start in boundary.away.values()}
+            self.env |= {name: geometry.over(places[start]) for name, (geometry, start) in boundary.away.items()}
             del self._boundaries[stage]
         return {name: self.env[name] for name in self._programs[stage].inputs}
 
