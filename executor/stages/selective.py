@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class _Result:
 
     @classmethod
     def of(cls, func: Any, out: Any) -> _Result:
-        return cls(func, tree_map_only(Tensor, Tensor.detach, out))
+        return cls(func, _detached(out))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -89,7 +90,7 @@ class _Counting(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._num_calls += 1
         out = self.run(self._num_calls - 1, func, args, kwargs or {})
-        if func._schema.is_mutable and self._results:
+        if self._results and _writes(func):
             written = {storage_of(t) for t in _written(func, args, kwargs or {})}
             self._results = {p: r for p, r in self._results.items() if written.isdisjoint(map(storage_of, r.tensors))}
         return out
@@ -136,7 +137,7 @@ class Replaying(_Counting):
                 f"{self._label} called {result.func} as its operation number {position} in its forward, but {func} when it was "
                 "run again for its backward: what it does must depend on its inputs alone, or pin act: recompute"
             )
-        return tree_map_only(Tensor, Tensor.detach, result.value)
+        return _detached(result.value)
 
 
 class Measuring(_Counting):
@@ -214,9 +215,25 @@ def _may_skip(func: Any, out: Any) -> bool:
 
     Not inside a `torch.autograd.Function` (gradients are off there): its kernels may write to what looks like a result.
     """
-    schema = func._schema
-    fresh = not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
-    return fresh and torch.is_grad_enabled() and any(isinstance(t, Tensor) for t in tree_leaves(out))
+    return _makes_new(func) and torch.is_grad_enabled() and _has_tensors(out)
+
+
+def _has_tensors(out: Any) -> bool:
+    return isinstance(out, Tensor) or any(isinstance(t, Tensor) for t in tree_leaves(out))
+
+
+def _detached(out: Any) -> Any:
+    return out.detach() if isinstance(out, Tensor) else tree_map_only(Tensor, Tensor.detach, out)
+
+
+@cache  # whoever asks a schema waits longer than for a small operation
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    return not _writes(func) and all(r.alias_info is None for r in func._schema.returns)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
