@@ -14,13 +14,15 @@ from torch import Tensor
 
 from slidedp.compiler.layergraph import Group
 
+_Views = tuple[list[Tensor], list[Tensor], list[str]]
+
 
 class GradientSlots:
     """Writes gradients of `groups`, and remembers for the step which parameters have had one."""
 
     def __init__(self, groups: Mapping[str, Group]) -> None:
         self._groups = groups
-        self._views: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._views: dict[tuple[str, int], _Views] = {}
         self._present: dict[tuple[str, int], list[bool]] = {}  # by group and memory: a sum over micro-batches has its own
 
     def start(self) -> None:
@@ -38,8 +40,9 @@ class GradientSlots:
 
         Returns, by name, which of them have had a gradient there in this step. Rounds once, when `flat` has another dtype.
         """
-        params, gaps = self._views_of(group, flat)
-        before = self._present.get((group, flat.data_ptr()))
+        params, gaps, names = self._views_of(group, flat)
+        key = group, flat.data_ptr()
+        before = self._present.get(key)
         if before is None or not accumulate:
             before = [False] * len(params)
             zero = gaps + [view for view, grad in zip(params, grads, strict=True) if grad is None]
@@ -53,13 +56,12 @@ class GradientSlots:
         if copied:
             torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
         present = [had or grad is not None for had, grad in zip(before, grads, strict=True)]
-        self._present[group, flat.data_ptr()] = present
-        trainable = (p for p in self._groups[group].params if p.trainable)
-        return {p.name: has for p, has in zip(trainable, present, strict=True)}
+        self._present[key] = present
+        return dict(zip(names, present, strict=True))
 
     def round(self, group: str, total: Tensor, flat: Tensor, accumulate: bool) -> None:
         """Writes what this step has summed up in `total`, FP32, into `flat`, or adds it."""
-        params, _ = self._views_of(group, total)
+        params, *_ = self._views_of(group, total)
         present = self._present[group, total.data_ptr()]
         self.write(group, flat, [grad if has else None for grad, has in zip(params, present, strict=True)], accumulate)
 
@@ -71,8 +73,8 @@ class GradientSlots:
             present |= self.write(group, flat, none, accumulate)
         return present
 
-    def _views_of(self, name: str, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a slot: the group's trainable parameters, and what lies between and after them."""
+    def _views_of(self, name: str, flat: Tensor) -> _Views:
+        """Views of a slot: the group's trainable parameters, what lies between and after them, and the parameters' names."""
         key = (name, flat.data_ptr())
         if key not in self._views:
             group = self._groups[name]
@@ -84,5 +86,5 @@ class GradientSlots:
                 gaps.append(flat[end : p.offset])
                 end = p.offset + p.numel
             gaps.append(flat[end : group.num_trainable])
-            self._views[key] = params, [gap for gap in gaps if gap.numel()]
+            self._views[key] = params, [gap for gap in gaps if gap.numel()], [p.name for p in group.params[: len(params)]]
         return self._views[key]
