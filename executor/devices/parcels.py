@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -40,9 +40,10 @@ def part(memory: Tensor, start: int) -> Tensor:
     return _bytes_of(memory.untyped_storage()[start:], memory.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """A tensor without its memory. `offset`: elements from the start of the storage."""
+class Geometry(NamedTuple):
+    """A tensor without its memory. `offset`: elements from the start of the storage. (One is made for many a tensor that autograd
+    saves, and looked up for it: a dataclass takes several times as long to do either.)
+    """
 
     dtype: torch.dtype
     offset: int
@@ -51,7 +52,7 @@ class Geometry:
 
     @classmethod
     def of(cls, t: Tensor) -> Geometry:
-        return cls(t.dtype, int(t.storage_offset()), t.size(), t.stride())
+        return cls(t.dtype, t.storage_offset(), t.size(), t.stride())  # type: ignore[arg-type]
 
     def over(self, memory: Tensor, start: int = 0) -> Tensor:
         """The tensor over the storage of `memory`, where its own storage would begin `start` bytes in."""

@@ -28,7 +28,7 @@ from slidedp.executor.devices.backend import Backend
 from slidedp.executor.devices.devices import open_backend
 from slidedp.executor.measure.lab import Lab
 from slidedp.executor.ranks.collectives import SingleRank
-from slidedp.executor.stages.binding import Binding
+from slidedp.executor.stages.binding import Binding, Leaves
 from slidedp.executor.stages.stage_graph import Slots
 from slidedp.executor.stages.stages import StageRunner
 from slidedp.executor.streams.tickets import Aborted
@@ -107,7 +107,7 @@ class _Pipeline:
         self.mini, self.binding, self.backend = mini, binding, backend
         self.runner = StageRunner(mini, binding, backend)
         generator = torch.Generator(backend.device).manual_seed(0)
-        self.weights: dict[str, list[Tensor]] = {}
+        self.weights: dict[str, Leaves] = {}
         self.grads: dict[str, Tensor] = {}
         for g in mini.graph.groups:
             flat = backend.empty(g.numel, dtypes[0]).normal_(0, WEIGHT_SCALE, generator=generator)
@@ -138,7 +138,7 @@ class _Pipeline:
     def backward(self, stage: str) -> None:
         self.runner.backward(stage, self.of(stage), self.slots(stage))
 
-    def of(self, stage: str) -> dict[str, list[Tensor]]:
+    def of(self, stage: str) -> dict[str, Leaves]:
         return {name: self.weights[name] for name in self.mini.graph.stage(stage).groups}
 
     def slots(self, stage: str) -> Slots:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.compiler.layergraph import Group, Param
+from slidedp.executor.devices.parcels import Geometry
 from slidedp.executor.state.host_state import shaped
 
 Place = tuple[MutableMapping[str, Any], str]
@@ -22,6 +23,16 @@ Place = tuple[MutableMapping[str, Any], str]
 
 _OWNED = "_slidedp_owned"
 """In a module's `__dict__` while a plan is open on it: its own id, so that a copy of the module is nobody's."""
+
+
+class Leaves(list[Tensor]):
+    """A group's parameters as autograd leaves over a slot (:meth:`Binding.leaves`). `views`: other tensors over the same memory,
+    kept because each backward asks for the same ones (saved.py); they need the slot for no longer than the leaves do.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
+        super().__init__(leaves)
+        self.views: dict[Geometry, Tensor] = {}
 
 
 class Masters(Protocol):
@@ -105,9 +116,9 @@ class Binding:
 
     # ---- while a step runs ----
 
-    def leaves(self, flat: Tensor, group: str) -> list[Tensor]:
+    def leaves(self, flat: Tensor, group: str) -> Leaves:
         """Views of a slot, one a parameter and in its shape: autograd leaves, requiring gradients where trainable."""
-        return [shaped(flat, p).detach().requires_grad_(p.trainable) for p in self.groups[group].params]
+        return Leaves(shaped(flat, p).detach().requires_grad_(p.trainable) for p in self.groups[group].params)
 
     def bind(self, group: str, views: list[Tensor]) -> None:
         """Puts these tensors (from :meth:`leaves`) where the group's parameters are. By the thread that runs the stages."""

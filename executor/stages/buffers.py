@@ -11,7 +11,7 @@ from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.ops import OpGraph, Slot
 from slidedp.compiler.units import format_bytes
 from slidedp.executor.devices.backend import Backend
-from slidedp.executor.stages.binding import Binding
+from slidedp.executor.stages.binding import Binding, Leaves
 from slidedp.executor.stages.fallback import first_sentences, is_out_of_memory
 
 
@@ -27,7 +27,7 @@ class Buffers:
     ) -> None:  # fmt: skip
         self._binding = binding
         self._slots: dict[str, Tensor] = dict(there or {})
-        self._leaves: dict[tuple[str, str], list[Tensor]] = {}
+        self._leaves: dict[tuple[str, str], Leaves] = {}
         self._backend, self._dtypes = backend, (compute_dtype, grad_dtype)
         self._pinned: list[Tensor] = []
         self.pools = graph.slots
@@ -83,7 +83,7 @@ class Buffers:
         """The places of these slots."""
         return {place: tensor for place, tensor in self._slots.items() if place.partition("[")[0] in names}
 
-    def leaves(self, places: Mapping[str, str]) -> dict[str, list[Tensor]]:
+    def leaves(self, places: Mapping[str, str]) -> dict[str, Leaves]:
         """Group -> views of its slot, one a parameter, as autograd leaves; made once for each (group, place)."""
         out = {}
         for group, place in places.items():

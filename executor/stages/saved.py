@@ -4,7 +4,8 @@ A layer's forward runs with gradients, and its graph is kept for its backward. O
 for is kept in memory:
 
     a weight, or an input of the stage     a reference (:class:`_Located`): its place in memory that has a name. It is
-                                           resolved at backward time, so a weight's slot can be refilled in between
+                                           resolved at backward time, so a weight's slot can be refilled in between. (An
+                                           input that does not move meanwhile is held as it is)
     anything else                          a holder, numbered in the order of saving. It keeps the tensor (`retain`), or sends
                                            it to the host and gets it back in time (`offload`), or is empty until the layer
                                            is run again: the rerun saves the same tensors in the same order, and stops early,
@@ -16,9 +17,9 @@ first unpack, decides when a layer is run again; and weights and inputs are reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from slidedp.executor.devices.parcels import Copy, Geometry, Parcel, storage_of
+from slidedp.executor.stages.binding import Leaves
 
 
 class _Stop(BaseException):
@@ -38,7 +40,6 @@ class _Holder:
     like and where in the parcel its storage begins.
     """
 
-    index: int
     value: Tensor | None = None
     version: int = 0
     away: tuple[Geometry, int] | None = None
@@ -47,17 +48,19 @@ class _Holder:
     def empty(self) -> bool:
         return self.value is None and self.away is None
 
-    def put(self, t: Tensor) -> None:
-        self.value = t.detach()  # its graph would lead back here: a cycle
-        self.version = t._version
 
-
-@dataclass(frozen=True, slots=True)
-class _Located:
+class _Located(NamedTuple):
     """A tensor over memory that is known by name."""
 
     name: str
     geometry: Geometry
+
+
+class _Memory(NamedTuple):
+    """Memory that has a name: a tensor that lies in it, and others that have been made over it, which may be asked for again."""
+
+    tensor: Tensor
+    views: dict[Geometry, Tensor]
 
 
 _Signature = tuple[str, torch.Size, torch.dtype]
@@ -67,28 +70,35 @@ _Signature = tuple[str, torch.Size, torch.dtype]
 class SavedTensors:
     """The tensors that one forward of one stage saves for its backward.
 
+    Its hooks are called some fifty times a layer, by the thread that issues a step's work: every call in them shows in the time
+    of a short step.
+
     Args:
         label: names the stage in errors.
         keep: holders keep what they are given (`retain`, `offload`); else they are empty until :meth:`refill`.
+        stay: inputs that are where they are until the backward is done, so that the graph may as well hold them itself.
     """
 
-    def __init__(self, label: str, keep: bool) -> None:
-        self._label, self._keep = label, keep
-        self._memory: dict[str, Tensor] = {}
+    def __init__(self, label: str, keep: bool, stay: Collection[str] = ()) -> None:
+        self._label, self._keep, self._stay = label, keep, stay
+        self._memory: dict[str, _Memory] = {}
         self._names: dict[int, str] = {}
-        self._signatures: list[_Signature] = []
-        self._holders: list[ReferenceType[_Holder] | None] = []
+        self._saves: list[_Located | ReferenceType[_Holder]] = []
+        self._signatures: list[_Signature | None] = []  # of the saves; if all is kept, it can be told by that until it is dropped
+        self._full = keep
+        self._empty: dict[int, _Holder] = {}  # while it is refilled: by number of the save
         self._next = self._last = -1
         self._parcel: Parcel | None = None
         self._slot: Tensor | None = None
 
-    def bind_weights(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
-        """Where the weights (by group) are from now on, for the run that follows and for the backward."""
-        self._bind({f"weights of {group}": leaves[0] for group, leaves in weights.items() if leaves})
+    def bind(self, weights: Mapping[str, Leaves], inputs: Mapping[str, Tensor]) -> None:
+        """Where the weights (by group) and inputs (by name) are from now on, for the run that follows and for the backward.
 
-    def bind_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        """Where the inputs (by name) are. Those that are not bound are saved like anything else."""
-        self._bind(inputs)
+        Inputs that are not bound are saved like anything else.
+        """
+        of_weights = {f"weights of {group}": _Memory(leaves[0], leaves.views) for group, leaves in weights.items() if leaves}
+        self._memory |= of_weights | {name: _Memory(t, {}) for name, t in inputs.items()}
+        self._names = {storage_of(memory.tensor): name for name, memory in self._memory.items()}
 
     def borrows(self, t: Tensor) -> bool:
         """True if `t` lies in memory that is somebody else's after the backward: a function may return what it has saved."""
@@ -97,45 +107,49 @@ class SavedTensors:
     def unbind_input(self, name: str) -> None:
         del self._memory[name]
 
-    def _bind(self, memory: Mapping[str, Tensor]) -> None:
-        self._memory |= memory
-        self._names = {storage_of(t): name for name, t in self._memory.items()}
-
     def recording(self) -> saved_tensors_hooks:
         """Context of the forward."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack_kept if self._keep else self._pack_empty, self._unpack)
 
     def refill(self, run: Callable[[], object]) -> None:
         """Fills the empty holders that the graph still has: `run` is the forward again. It is left as soon as they are full.
 
         Raises RuntimeError, naming the stage, when it does not save what the forward saved.
         """
-        empty = [h for h in self.holders() if h.empty]
-        if not empty:
-            return
-        self._next, self._last = 0, empty[-1].index
+        self._empty = {i: holder for i, holder in self._holders() if holder.empty}
+        if self._empty:
+            self._next, self._last = 0, max(self._empty)
+            try:
+                self._run_again(run)
+            except BaseException:  # whoever tries again begins with nothing
+                for holder in self._empty.values():
+                    holder.value = None
+                raise
+            finally:
+                self._empty = {}
+        self._full = True
+
+    def _run_again(self, run: Callable[[], object]) -> None:
         try:
             with saved_tensors_hooks(self._repack, _same):
                 run()
         except _Stop:
             return
-        except BaseException:  # whoever tries again begins with nothing
-            for holder in empty:
-                holder.value = None
-            raise
         raise RuntimeError(
-            f"{self._label} saved {len(self._signatures)} tensors in its forward, but {self._next} when it was run again for "
+            f"{self._label} saved {len(self._saves)} tensors in its forward, but {self._next} when it was run again for "
             f"its backward; {_REMEDY}"
         )
 
     @property
     def lacks(self) -> bool:
         """True if the backward needs what only :meth:`refill` can bring."""
-        return any(holder.empty for holder in self.holders())
+        return not self._full and any(holder.empty for _, holder in self._holders())
 
     def drop(self) -> None:
         """Empties the holders, of which nothing may be on its way to the host: the stage will have to be run again."""
-        for holder in self.holders():
+        self._signatures = self._signatures or [self._signature_of(save) for save in self._saves]
+        self._full = False
+        for _, holder in self._holders():
             holder.value = None
 
     # ---- to the host and back; each by the thread of its stream, one after another ----
@@ -143,7 +157,7 @@ class SavedTensors:
     def offload(self, buffer: Tensor, device: torch.device, copy: Copy) -> int:
         """Copies what holders keep to `buffer`, as far as it fits. Returns the number of bytes."""
         self._parcel = Parcel(self.kept(), device, buffer.numel())
-        for holder in self.holders():
+        for _, holder in self._holders():
             if holder.value is not None and (start := self._parcel.start(holder.value)) is not None:
                 holder.away = Geometry.of(holder.value), start
         self._parcel.pack(buffer, copy)
@@ -152,7 +166,7 @@ class SavedTensors:
     def leave(self) -> list[Tensor]:
         """Once :meth:`offload`'s copies are done: drops what it has copied, and returns the memory."""
         assert self._parcel is not None
-        for holder in self.holders():
+        for _, holder in self._holders():
             if holder.away is not None:
                 holder.value = None
         return self._parcel.let_go()
@@ -164,65 +178,100 @@ class SavedTensors:
         copy(slot[:size], buffer[:size])
         return size
 
-    def holders(self) -> list[_Holder]:
-        """Those that the graph still has, in the order of saving. A part of the graph that nothing needs is gone at once."""
-        found = (reference() for reference in self._holders if reference is not None)
-        return [holder for holder in found if holder is not None]
-
     def kept(self) -> list[Tensor]:
         """What holders keep alive now."""
-        return [holder.value for holder in self.holders() if holder.value is not None]
+        return [holder.value for _, holder in self._holders() if holder.value is not None]
+
+    def _holders(self) -> Iterator[tuple[int, _Holder]]:
+        """Those that the graph still has, by number in the order of saving. A part of the graph that nothing needs is gone at
+        once.
+        """
+        for i, save in enumerate(self._saves):
+            if not isinstance(save, _Located) and (holder := save()) is not None:
+                yield i, holder
 
     # ---- hooks; the order of calls is the order of saving, in both runs ----
 
-    def _signature(self, t: Tensor) -> _Signature:
-        return self._names.get(storage_of(t), ""), t.shape, t.dtype
-
-    def _pack(self, t: Tensor) -> _Holder | _Located:
-        signature = self._signature(t)
-        self._signatures.append(signature)
-        if name := signature[0]:
-            self._holders.append(None)
-            return _Located(name, Geometry.of(t))
-        holder = _Holder(len(self._holders))
-        if self._keep:
-            holder.put(t)
-        self._holders.append(ref(holder))
+    def _pack_kept(self, t: Tensor) -> _Holder | _Located | Tensor:
+        name = self._names.get(t.untyped_storage()._cdata)  # as storage_of has it
+        if name is not None:
+            return self._locate(name, t)
+        holder = _Holder(t.detach(), t._version)  # with its own graph it would lead back here: a cycle
+        self._saves.append(ref(holder))
         return holder
+
+    def _pack_empty(self, t: Tensor) -> _Holder | _Located | Tensor:
+        name = self._names.get(t.untyped_storage()._cdata, "")
+        self._signatures.append((name, t.shape, t.dtype))
+        if name:
+            return self._locate(name, t)
+        holder = _Holder()
+        self._saves.append(ref(holder))
+        return holder
+
+    def _locate(self, name: str, t: Tensor) -> _Located | Tensor:
+        located = _Located(name, Geometry.of(t))
+        self._saves.append(located)
+        return t.detach() if name in self._stay else located
 
     def _repack(self, t: Tensor) -> Tensor:
         index = self._next
         self._next += 1
-        if index >= len(self._signatures) or self._signature(t) != self._signatures[index]:
-            before = _describe(self._signatures[index]) if index < len(self._signatures) else "nothing more"
+        signature = self._names.get(t.untyped_storage()._cdata, ""), t.shape, t.dtype
+        before = self._signatures[index] if index < len(self._signatures) else _NOTHING_MORE
+        if signature != before and before is not None:
             raise RuntimeError(
-                f"{self._label} saved {before} in its forward, but {_describe(self._signature(t))} in its place (number {index}) "
-                f"when it was run again for its backward; {_REMEDY}"
+                f"{self._label} saved {_describe(before)} in its forward, but {_describe(signature)} in its place (number "
+                f"{index}) when it was run again for its backward; {_REMEDY}"
             )
-        reference = self._holders[index]
-        holder = None if reference is None else reference()
-        if holder is not None and holder.empty:
-            holder.put(t)
+        value, holder = t.detach(), self._empty.get(index)
+        if holder is not None:
+            holder.value, holder.version = value, t._version
         if index == self._last:
             raise _Stop
-        return t.detach()
-
-    def _unpack(self, packed: _Holder | _Located) -> Tensor:
-        if isinstance(packed, _Located):
-            return packed.geometry.over(self._memory[packed.name])
-        if packed.away is not None:
-            geometry, start = packed.away
-            assert self._slot is not None, f"{self._label}: its activations are not back from the host"
-            return geometry.over(self._slot, start)
-        value = packed.value
-        assert value is not None, f"{self._label} has not been run again before its backward"
-        if value._version != packed.version:  # autograd's own check does not see behind hooks
-            raise RuntimeError(
-                f"{self._label}: a tensor that its backward needs ({_describe(('', value.shape, value.dtype))}) has been "
-                f"modified by an in-place operation: it is at version {value._version}, {packed.version} was saved"
-            )
         return value
 
+    def _unpack(self, packed: _Holder | _Located | Tensor) -> Tensor:
+        if isinstance(packed, _Holder):
+            value = packed.value
+            if value is None:
+                return self._reloaded(packed)
+            if value._version != packed.version:  # autograd's own check does not see behind hooks
+                raise RuntimeError(
+                    f"{self._label}: a tensor that its backward needs ({_describe(('', value.shape, value.dtype))}) has been "
+                    f"modified by an in-place operation: it is at version {value._version}, {packed.version} was saved"
+                )
+            return value
+        return self._over(packed) if isinstance(packed, _Located) else packed
+
+    def _over(self, located: _Located) -> Tensor:
+        name, geometry = located
+        memory, views = self._memory[name]
+        view = views.get(geometry)
+        if view is None:
+            if len(views) == _MOST_VIEWS:
+                views.clear()
+            view = views[geometry] = memory if Geometry.of(memory) == geometry else geometry.over(memory)
+        return view
+
+    def _reloaded(self, holder: _Holder) -> Tensor:
+        assert holder.away is not None, f"{self._label} has not been run again before its backward"
+        assert self._slot is not None, f"{self._label}: its activations are not back from the host"
+        geometry, start = holder.away
+        return geometry.over(self._slot, start)
+
+    def _signature_of(self, save: _Located | ReferenceType[_Holder]) -> _Signature | None:
+        """None if nobody can tell any more, nor needs to."""
+        if isinstance(save, _Located):
+            return save.name, save.geometry.size, save.geometry.dtype
+        holder = save()
+        return None if holder is None or holder.value is None else ("", holder.value.shape, holder.value.dtype)
+
+
+_MOST_VIEWS = 1000
+"""Of a slot's weights; a layer that slices a weight by its data's lengths could ask for ever more."""
+
+_NOTHING_MORE = "nothing more"
 
 _REMEDY = (
     "between its forward and its backward, a layer that is recomputed must do the same again: let it depend on nothing but its "
@@ -254,6 +303,8 @@ def _same(t: Tensor) -> Tensor:
     return t
 
 
-def _describe(signature: _Signature) -> str:
+def _describe(signature: _Signature | str) -> str:
+    if isinstance(signature, str):
+        return signature
     name, shape, dtype = signature
     return f"{name or 'a tensor'} of shape {tuple(shape)} and {str(dtype).removeprefix('torch.')}"

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slidedp.compiler.decisions import Activation
+from slidedp.executor.stages.binding import Leaves
 from slidedp.executor.stages.saved import SavedTensors
 from slidedp.executor.stages.selective import Keeping
 
 if TYPE_CHECKING:
     from slidedp.compiler.tracing.tracer import StageProgram
 
-Weights = Mapping[str, list[Tensor]]
+Weights = Mapping[str, Leaves]
 """Group -> its parameters as leaves (:meth:`Binding.leaves` of the slot that they were delivered to)."""
 
 Slots = Mapping[str, tuple[Tensor, bool]]

@@ -121,7 +121,7 @@ class StageRunner:
                 self.values.store(program, self._call(program, [inputs[name] for name in program.inputs]))
             self.values.release_inputs(program)
             return
-        saved = SavedTensors(self.labels[stage], keep=act in (Activation.RETAIN, Activation.OFFLOAD))
+        saved = self._saved(program, keep=act in (Activation.RETAIN, Activation.OFFLOAD))
         keeping = self._selections.keeping(stage, self.labels[stage]) if act is Activation.SELECTIVE else None
         with self._surroundings.undone_if_it_fails(program) as before:
             graph, outputs = self._record(program, inputs, weights, saved, keeping)
@@ -140,9 +140,8 @@ class StageRunner:
         if graph is None or graph.saved is None or graph.spent or not graph.saved.lacks:
             return
         self._bind(weights)
-        graph.saved.bind_weights(weights)
         inputs = self.values.inputs_of(stage)
-        graph.saved.bind_inputs(inputs)
+        graph.saved.bind(weights, inputs)
         program = self._programs[stage]
         with self._as_in_its_forward(stage), torch.enable_grad():
             entered = enter({name: inputs[name] for name in program.grad_inputs})
@@ -175,15 +174,15 @@ class StageRunner:
     def _whole(self, stage: str, graph: Graph, weights: Weights) -> Graph:
         """The layer's graph with all that its backward needs: refilled, or, after a backward that has failed, a new one."""
         if graph.spent:
-            saved = SavedTensors(self.labels[stage], keep=True)
+            program = self._programs[stage]
+            saved = self._saved(program, keep=True)
             self._bind(weights)
             with self._as_in_its_forward(stage):
-                graph, _ = self._record(self._programs[stage], self.values.inputs_of(stage), weights, saved)
+                graph, _ = self._record(program, self.values.inputs_of(stage), weights, saved)
             self.values.graphs[stage] = graph
         elif graph.saved is not None:
             self.recompute(stage, weights)
-            graph.saved.bind_weights(weights)
-            graph.saved.bind_inputs(self.values.inputs_of(stage))
+            graph.saved.bind(weights, self.values.inputs_of(stage))
         return graph
 
     def _end(self, stage: str) -> None:
@@ -272,11 +271,13 @@ class StageRunner:
         for group, views in weights.items():
             self._binding.bind(group, views)
 
+    def _saved(self, program: StageProgram, keep: bool) -> SavedTensors:
+        return SavedTensors(self.labels[program.name], keep, stay=set(program.inputs).difference(program.grad_inputs))
+
     def _record(self, program: StageProgram, inputs: Mapping[str, Tensor], weights: Weights, saved: SavedTensors,
                 keeping: Keeping | None = None) -> tuple[Graph, Sequence[Tensor]]:
         """Runs a bound layer; its graph and outputs."""
-        saved.bind_weights(weights)
-        saved.bind_inputs(inputs)
+        saved.bind(weights, inputs)
         with torch.enable_grad(), saved.recording():
             entered = enter({name: inputs[name] for name in program.grad_inputs})
             with keeping or nullcontext():
