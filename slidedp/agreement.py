@@ -72,7 +72,7 @@ def exchange(machine: Machine, mine: Posted) -> list[Posted]:
     return [Posted(*row[: len(mine)]) for row in machine.agree(mine)]
 
 
-def agree_on_step(machine: Machine, own: Posted, problem: Exception | None) -> list[Posted]:
+def agree_on_step(machine: Machine, own: Posted, problem: BaseException | None) -> list[Posted]:
     """Every rank's part of the exchange before a step or an evaluation, by rank, once all are found to go together. Collective.
 
     `problem`: this rank's own error, raised here once the other ranks know of it. On all ranks: raises StopAsked if one has been
@@ -80,7 +80,7 @@ def agree_on_step(machine: Machine, own: Posted, problem: Exception | None) -> l
     """
     posted = exchange(machine, own)
     if any(row.failed == SAVE_FAILED for row in posted):
-        machine.saves.tell()  # this rank's own error, if it comes later, is no news
+        problem = problem or machine.saves.heard()
     if problem is not None:
         raise problem
     refuse_if_ranks_differ(posted, machine.rank)

@@ -43,8 +43,6 @@ def agree_to_save(machine: Machine) -> None:
     machine.exposure.exposed = looked  # what is written into the model from here on counts in the next step
     failed = SAVE_FAILED if isinstance(problem, CheckpointError) else int(problem is not None)
     posted = exchange(machine, Posted(failed, call=SAVES, changed=int(machine.exposure.changed)))
-    if any(row.failed == SAVE_FAILED for row in posted):
-        machine.saves.tell()  # this rank's own error, if it comes later, is no news
     if problem:
         raise problem
     refuse_if_ranks_differ(posted, machine.rank)

@@ -66,6 +66,10 @@ class Drawn:
         return self.choices.defaults
 
 
+FINEST = 8 * 2**20
+"""Bytes of chunks that are drawn, at least: finer than any that the solver would take."""
+
+
 def drawn(seed: int, world_size: int, *, alike: bool = True) -> Drawn:
     """The rule's plan, or one with every open choice drawn. `alike`: one source and one route for all layers."""
     rng = random.Random(seed)
@@ -77,7 +81,7 @@ def drawn(seed: int, world_size: int, *, alike: bool = True) -> Drawn:
     if alike:
         policy |= {"source": rng.choice(["cast", "shadow"]), "reduction": rng.choice(["gpu", "cpu"]),
                    "delivery": rng.choice(["replicated", "sharded"])}  # fmt: skip
-    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy)
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, min_chunk_bytes=FINEST)
     selection = [rng.randrange(len(f.options)) if seed % 3 else 0 for f in choices.families]
     decisions = choices.decode(choices.encode(choices.decode(selection)))
     kept = zip(choices.families, choices.encode(decisions), strict=True)

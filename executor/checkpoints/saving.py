@@ -146,14 +146,21 @@ class Saves:
 
     def raise_untold(self) -> None:
         error = self._last.untold if self._last is not None else None
-        if error is not None:
-            self.tell()
+        if self._last is not None and error is not None:
+            self._last.tell()
             raise error
 
-    def tell(self) -> None:
-        """The user hears now, from another rank perhaps, that the save has failed."""
-        if self._last is not None:
-            self._last.tell()
+    def heard(self) -> BaseException | None:
+        """Another rank's user has heard that the save has failed: what this rank's has not heard of it yet, and does now.
+
+        It has failed in a meeting, to which this rank's thread has come, too, so that it ends any moment.
+        """
+        if self._last is None:
+            return None
+        self._last.finish()
+        error = self._last.untold
+        self._last.tell()
+        return error
 
     def end(self, *, healthy: bool) -> BaseException | None:
         """Waits for a save under way; where ranks have failed, not for long. Returns what nobody has heard of."""
