@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -20,6 +23,7 @@ from training import Trained, begin_again, norm_wise, state_of, train_plainly
 
 import slidedp
 from slidedp.executor.checkpoints.checkpoint_files import FileLayer, complete
+from slidedp.executor.checkpoints.saving import Saves
 from slidedp.executor.errors import CheckpointError
 from slidedp.executor.options import MachineOptions
 
@@ -281,6 +285,14 @@ def saves_beside_training(directory: str) -> dict[str, Any]:
     return out
 
 
+def fails_late(work: Callable[[], object], seconds: float) -> object:
+    try:
+        return work()
+    except BaseException:
+        time.sleep(seconds)
+        raise
+
+
 def saves_that_fail(plan: slidedp.Plan, directory: str, rank: int, world: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     try:
@@ -288,7 +300,10 @@ def saves_that_fail(plan: slidedp.Plan, directory: str, rank: int, world: int) -
         plan.run(shares(world, 5)[rank]) if rank else plan.save(directory)
     except ValueError as e:
         out["misused"] = str(e)
-    with patch("slidedp.plan.FileLayer", RankOneIsFull):
+    begin = Saves.begin
+    with patch("slidedp.plan.FileLayer", RankOneIsFull), patch.object(
+        Saves, "begin", lambda self, path, snapshot, work: begin(self, path, snapshot, partial(fails_late, work, 0.5 * rank))
+    ):  # the other rank's user hears of it first
         handle = plan.save(f"{directory}/beside", wait=False, save_buffer="48KiB")
     try:
         out["full"] = "no error"
