@@ -19,7 +19,7 @@ from slidedp.autopolicy import Problem, auto_plan
 from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
 from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.eventgraph.choices import Choices, find_choices
+from slidedp.compiler.eventgraph.choices import MIN_CHUNK_BYTES, Choices, find_choices
 from slidedp.compiler.eventgraph.eventbuild import build_event_graph
 from slidedp.compiler.eventgraph.eventcosts import OptionCosts
 from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio, simulate_events
@@ -70,7 +70,7 @@ FINEST = 8 * 2**20
 """Bytes of chunks that are drawn, at least: finer than any that the solver would take."""
 
 
-def drawn(seed: int, world_size: int, *, alike: bool = True) -> Drawn:
+def drawn(seed: int, world_size: int, *, alike: bool = True, finest: int = FINEST) -> Drawn:
     """The rule's plan, or one with every open choice drawn. `alike`: one source and one route for all layers."""
     rng = random.Random(seed)
     layers = stack(rng.choice([2, 3, 4, 6, 8]), 60_000_000, 90_000_000, world_size=world_size, width=2048,
@@ -81,7 +81,7 @@ def drawn(seed: int, world_size: int, *, alike: bool = True) -> Drawn:
     if alike:
         policy |= {"source": rng.choice(["cast", "shadow"]), "reduction": rng.choice(["gpu", "cpu"]),
                    "delivery": rng.choice(["replicated", "sharded"])}  # fmt: skip
-    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, min_chunk_bytes=FINEST)
+    choices = find_choices(layers, default_decisions(layers, hw, policy=policy), policy, min_chunk_bytes=finest)
     selection = [rng.randrange(len(f.options)) if seed % 3 else 0 for f in choices.families]
     decisions = choices.decode(choices.encode(choices.decode(selection)))
     kept = zip(choices.families, choices.encode(decisions), strict=True)
@@ -104,6 +104,11 @@ def error_without_contention(case: Drawn) -> float:
 def test_one_rank_without_contention(first: int) -> None:
     errors = {seed: error_without_contention(drawn(seed, 1)) for seed in range(first, first + 40)}
     assert {seed: error for seed, error in errors.items() if abs(error) > 1e-3} == {}
+
+
+@pytest.mark.xfail(strict=True, reason="what deliveries wait for that are cut elsewhere than updates is not in the graph exactly")
+def test_deliveries_that_are_cut_elsewhere_than_updates() -> None:
+    assert abs(error_without_contention(drawn(224, 1, finest=MIN_CHUNK_BYTES))) <= 1e-3
 
 
 @pytest.mark.parametrize("first", range(0, 120, 40))
