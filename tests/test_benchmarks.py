@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_pinned_plans_are_plans():
 
 
 def line(step_s, predicted_s, busy, case=None):
-    return {"batch": 16, "step_s": step_s, "measured_over_predicted": step_s / predicted_s, "busy_s": busy, "case": case}
+    return {"batch": 16, "step_s": step_s, "times": [step_s], "measured_over_predicted": step_s / predicted_s, "busy_s": busy, "case": case}
 
 
 def test_verdict():
@@ -52,11 +53,24 @@ def test_verdict():
 
     choice = line(1.0, 1.0, {"gpu": [0.9, 0.9], "d2h": [0.001, 0.01]})
     near, far = (line(s, 1.05, {"gpu": [b, 0.9]}, {"x": s}) for s, b in ((1.1, 0.8), (0.97, 0.6)))
-    good = verdict(choice, [near])
+    good = verdict([choice], [near], [near])
     assert good["ok"] == {"choice": True, "steps": True, "busy": True}  # the other stream is hardly busy
-    bad = verdict(choice, [near, far])
+    bad = verdict([choice], [far], [near, far])
     assert bad["ok"] == {"choice": False, "steps": True, "busy": False}
     assert (bad["best"], bad["choice_over_best"]) == ({"x": 0.97}, 1.0309)
+    slow = line(1.07, 1.0, {})  # the host has become slower meanwhile, for both
+    assert verdict([choice, slow], [far, slow], [near, far])["choice_over_best"] == 1.0147
+
+
+def test_bounds_are_by_what_was_measured_before_and_after():
+    from throughput import bounds
+
+    before, after = (replace(load_profile("h200x1"), host_dram_gbps=gbps, duplex_gbps=50.0) for gbps in (160.0, 240.0))
+    host = {"step_s": 1.0, "reference_s": 0.5, "loads_s": {"host": 1.0, "links": 0.2}}
+    assert bounds(host, before, after) == {
+        "host_dram_gbps": [160.0, 240.0], "bounds_s": {"host": 0.8, "links": 0.2}, "bound_over_step": 0.8}
+    assert bounds(host | {"reference_s": 0.9}, before, after)["bound_over_step"] == 0.9
+    assert bounds(host | {"reference_s": None}, before, before)["bound_over_step"] == 1.0
 
 
 def test_rates_of_copies():

@@ -8,8 +8,9 @@ what the GPU alone could do. One JSON line a run; ratios are what to quote, sinc
 SwiGLU) are used on both sides where installed; the reference's loss is Liger's fused linear cross-entropy, a plan's is made in
 chunks. Host memory is the process's proportional set size.
 
-`bound_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
-the rate of the profile, and its copies at theirs; with `--measure` these rates have just been measured on this machine.
+`bounds_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
+the rate of the profile, and its copies at theirs. With `--measure` the machine is measured before and after each plan, for
+neighbours come and go (`host_dram_gbps`, of both); the plan is made for the former, its bounds are by the mean of both.
 `mean_s`: of the measured steps; where the host binds they differ by a third, and the next ones make up for it.
 `gc_s`: full garbage collections during the steps, in which no thread of Python's runs.
 `issuing_s`: for how long ops ran while the host was still issuing them. Much of it for `gpu`: the host's Python holds it up.
@@ -41,6 +42,7 @@ from models import build, tokens
 from peers import compute_only
 
 import slidedp
+from slidedp.hardware import load_profile
 
 THIN_FROM = 6_000_000_000
 """Parameters from which on host memory does not hold the model's own weights beside a plan's state."""
@@ -51,19 +53,39 @@ ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
 
 def main() -> None:
     args = parse_arguments()
-    profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False) if args.measure else "auto"
-    if args.measure:
-        print(json.dumps({"host_dram_gbps": profile.host_dram_gbps, "duplex_gbps": profile.duplex_gbps,
-                          "cpu_adam_gparams": profile.cpu_adam_gparams, "host_task_us": profile.host_task_us}), flush=True)
-        if args.traces:
-            args.traces.mkdir(parents=True, exist_ok=True)
-            (args.traces / "profile.yaml").write_text(profile.to_yaml())
     reference = measured_references(args) if args.reference else {}
     model = build(args.size)
+    profile = this_machine(args)
     first: dict[int, float] = {}
     for case in cases(args.case):
         for batch in args.batch:  # a plan each: what fits one batch is another's waste
-            run(model, batch, case, profile, args, reference.get(batch), first)
+            line = run(model, batch, case, profile, args, reference.get(batch), first)
+            if line is not None:
+                before, profile = profile, this_machine(args)
+                print(json.dumps(line | bounds(line, before, profile)), flush=True)
+
+
+def this_machine(args: argparse.Namespace) -> slidedp.HardwareProfile:
+    """As it is just now, if it is to be measured."""
+    if not args.measure:
+        return load_profile("auto")
+    profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False)
+    print(json.dumps({key: getattr(profile, key) for key in ("host_dram_gbps", "duplex_gbps", "cpu_adam_gparams", "host_task_us")}),
+          flush=True)
+    if args.traces:
+        args.traces.mkdir(parents=True, exist_ok=True)
+        number = len(list(args.traces.glob("profile-*.yaml")))
+        (args.traces / f"profile-{number:02}.yaml").write_text(profile.to_yaml())
+    return profile
+
+
+def bounds(line: dict[str, Any], before: slidedp.HardwareProfile, after: slidedp.HardwareProfile) -> dict[str, Any]:
+    """What bounds the step of a `line` whose plan was made for `before`: seconds by resource, and how near the step comes."""
+    host = line["loads_s"]["host"] * before.host_dram_gbps * 2 / (before.host_dram_gbps + after.host_dram_gbps)
+    links = line["loads_s"]["links"] * before.duplex_gbps * 2 / (before.duplex_gbps + after.duplex_gbps)
+    bound = max(line["reference_s"] or 0.0, host, links)
+    return {"host_dram_gbps": [before.host_dram_gbps, after.host_dram_gbps], "bounds_s": {"host": round(host, 3), "links": round(links, 3)},
+            "bound_over_step": round(bound / line["step_s"], 3)}
 
 
 def measured_references(args: argparse.Namespace) -> dict[int, float]:
@@ -71,7 +93,7 @@ def measured_references(args: argparse.Namespace) -> dict[int, float]:
     found: dict[int, float] = {}
     try:
         for each in compute_only(args.size, args.batch, args.seq, args.steps, torch.device(DEVICE)):
-            report("compute-only+recompute", args, each["batch"], each["times"])
+            print(json.dumps(facts("compute-only+recompute", args, each["batch"], each["times"])), flush=True)
             found[each["batch"]] = each["step_s"]
     except torch.OutOfMemoryError as error:
         print(f"compute-only: {error}", flush=True)
@@ -80,7 +102,7 @@ def measured_references(args: argparse.Namespace) -> dict[int, float]:
 
 def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
         first: dict[int, float]) -> dict[str, Any] | None:
-    """One plan; what was reported, None if it cannot be. `first`: seconds of a step by batch, of the first case that ran it."""
+    """One plan; None if there is none. `first`: seconds of a step by batch, of the first case that ran it."""
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
     thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)  # the plan before has left it whole
@@ -109,17 +131,16 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                 "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
         measured = plan.measure(tokens(batch, args.seq, args.size) for _ in range(3))
         loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
-        bounds = {key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))}
-        bound = max([reference_s or 0.0, *bounds.values()])
         over_first = step_s / first.setdefault(batch, step_s)
-        line = report("slidedp", args, batch, times, case=case, **peak, gc_s=[round(p, 3) for p in pauses],
+        line = facts("slidedp", args, batch, times, case=case, **peak, gc_s=[round(p, 3) for p in pauses],
                stolen=round(fraction[0], 4),
                mean_s=round(statistics.mean(times), 4),
                loss=round(results[-1].loss, 3),
                predicted_s=round(predicted.step_us / 1e6, 4),
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
                to_reference=round(reference_s / step_s, 3) if reference_s else None,
-               bounds_s={key: round(value, 3) for key, value in bounds.items()}, bound_over_step=round(bound / step_s, 3),
+               reference_s=reference_s,
+               loads_s={key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))},
                waits_s={str(kind): round(us / 1e6, 3) for kind, us in predicted.exposed_by.items()}
                | {"measured": round(measured.exposed_us / 1e6, 3)},
                busy_s={str(s): [round(measured.busy_us[s] / 1e6, 3), round(us / 1e6, 3)] for s, us in predicted.busy_us.items()
@@ -171,15 +192,13 @@ def shared_arguments(p: argparse.ArgumentParser, steps: int = 5) -> None:
     p.add_argument("--seconds", type=float, default=0.0, help="of measured steps, as predicted, at least")
     p.add_argument("--no-reference", dest="reference", action="store_false")
     p.add_argument("--traces", type=Path, help="a folder for traces of each plan, predicted and measured, numbered as run")
-    p.add_argument("--measure", action="store_true", help="plan for this machine as measured now, not for the nearest profile")
+    p.add_argument("--measure", action="store_true", help="plan for this machine as measured, not for the nearest profile")
 
 
-def report(system: str, args: argparse.Namespace, batch: int, times: list[float], **extra: Any) -> dict[str, Any]:
+def facts(system: str, args: argparse.Namespace, batch: int, times: list[float], **extra: Any) -> dict[str, Any]:
     step = statistics.median(times)
-    line = {"system": system, "model": f"Qwen3-{args.size}", "batch": batch, "seq": args.seq, "step_s": round(step, 4),
+    return {"system": system, "model": f"Qwen3-{args.size}", "batch": batch, "seq": args.seq, "step_s": round(step, 4),
             "tokens_per_s": round(batch * args.seq / step), "times": [round(t, 3) for t in times], **peak_gib(), **extra}
-    print(json.dumps(line), flush=True)
-    return line
 
 
 def num_params(model: Any) -> int:
