@@ -50,10 +50,14 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Moments of a gradient's way home: its first and last chunk can be updated."""
+    """Moments of a gradient's way home: its first and last chunk can be updated.
+
+    `transfers`: the events of their starts, and what they are, chunk by chunk, in order.
+    """
 
     first: Point
     last: Point
+    transfers: tuple[tuple[int, Transfer], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,8 @@ class Parts:
             self.norms.append(Point(host_end, on_host.only()))
         if reduce.ever:
             self.norms.append(Point(reduce_end, reduce.only()))
-        self.returns[name], self.freed[name] = Returned(first, last), tuple(freed)
+        transfers = [(reduce_start, reduce)] * reduce.ever + [(back_start, back)] + [(host_start, on_host)] * on_host.ever
+        self.returns[name], self.freed[name] = Returned(first, last, tuple(transfers)), tuple(freed)
 
     def take_home_early(self, name: str, produced: Point) -> None:
         """The head's part of the gradient of a table whose rows are split; nothing where it is no head's: then it is zero."""

@@ -6,6 +6,7 @@ last arrives at `last`, and whose next delivery starts at `start` and ends one c
     end   + T >= last  + one chunk of i   + all that is due before i     the last chunk, and what overtakes it
     end   + T >= first + all chunks of i  + all that is due before i
     start + T >= first + the chunks of i that the first delivered chunk needs + all that is due before i
+    start + T >= when the last of these is home + one chunk of i + all that is due before i
 
 Of a table whose rows are split, the untouched rows' updates are works of their own, which arrive earlier and are due as soon.
 
@@ -75,6 +76,8 @@ def add_updates(parts: Parts, uses: list[Weights]) -> tuple[Work, ...]:
             parts.wait(end, home.at.first + inside + rest, what, 1, j + 1)
         parts.wait(delivery.start, home.at.first + inside + one, what, 1, j)
         parts.wait(delivery.start, home.at.first + inside + some, what, 1, j)
+        for arrival in _first_chunks_home(parts, home):
+            parts.wait(delivery.start, arrival + inside + one, what, 1, j)
         for k in range(j):  # from an earlier arrival on, all that is due up to this
             if precedes(homes[k], home):
                 there = parts.each(homes[k].group, "gradients", lambda o: 0 if o else OFF) + before(j, homes[k])
@@ -152,6 +155,26 @@ def _first_chunk(parts: Parts, home: Home) -> Linear:
         return -(-whole.num // num) * whole.chunk_us if len(offered) == 1 else whole.total_us // num
 
     return parts.each(home.group, "weights", first)
+
+
+def _first_chunks_home(parts: Parts, home: Home) -> list[Point]:
+    """When the gradient that the first chunk of the delivery waits for is home, by each of its transfers.
+
+    Where the return's chunks are still open it is said to be there with its first chunk: how many more it takes is not linear.
+    """
+    if len([o for o in parts.options(home.group, "gradients") if o]) != 1:
+        return []
+    whole = _update(parts, home, _typical(parts, home.group), _source(parts, home.group))
+    points = []
+    for i, (start, transfer) in enumerate(home.at.transfers):
+        chunk = max(c.chunk_us for c in transfer.each)
+
+        def ahead(o: Values, chunk: int = chunk) -> int:
+            return (-(-whole.num // int(o["delivery_chunks"])) - 1) * chunk if o else 0
+
+        first = sum((each.chunk for _, each in home.at.transfers[i:]), ZERO)
+        points.append(Point(start, first + parts.each(home.group, "weights", ahead)))
+    return points
 
 
 def _last_chunks(parts: Parts, home: Home, delivery: Delivered) -> list[tuple[int, Linear]]:
