@@ -6,10 +6,15 @@ Asked by memory.py, the passes and the executor alike, so that a plan's sizes, o
 from __future__ import annotations
 
 from slidedp.compiler.decisions import Decisions, GroupDecision, Residence, StateHome, Update
-from slidedp.compiler.layergraph import Group, LayerGraph
+from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
 
 STATE_BYTES = 12
 """Bytes of state for a trainable element: FP32 master and two moments."""
+
+WHOLE_UPDATE = 1 << 26
+"""Elements that one rank updates in HBM at a time, if it has so many. Each update takes time of Python's, for which other threads
+wait, and 4 bytes an element of workspace for the gradient in FP32.
+"""
 
 
 def is_resident(group: Group, decision: GroupDecision) -> bool:
@@ -34,6 +39,16 @@ def held_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
 
 def resident_groups(layers: LayerGraph, decisions: Decisions) -> list[Group]:
     return [g for g in layers.groups if is_resident(g, decisions.of(g.name))]
+
+
+def update_chunks(group: Group, decision: GroupDecision, world_size: int) -> tuple[tuple[int, int], ...]:
+    """Elements ``[lo, hi)`` of each update of the group, all ranks together: those of a returned chunk. State in HBM of one rank
+    only, where no chunk is waited for, is updated in as few as `WHOLE_UPDATE` allows.
+    """
+    num = decision.return_chunks
+    if world_size == 1 and is_resident(group, decision):
+        num = min(num, -(-group.num_trainable // WHOLE_UPDATE))
+    return cut_chunks(group.num_trainable, num, world_size)
 
 
 def speculates(decisions: Decisions, group: Group) -> bool:

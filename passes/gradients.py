@@ -12,15 +12,15 @@ from typing import ClassVar
 
 from slidedp.compiler.decisions import Decisions, Reduction
 from slidedp.compiler.footprint.memory import largest_reduced, waiting_bytes
-from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks
+from slidedp.compiler.layergraph import Group, LayerGraph
 from slidedp.compiler.ops import Chunk, Op, OpGraph, OpKind, Ref, Scope, Slot, Stream
-from slidedp.compiler.residency import is_resident, waits_in_hbm
+from slidedp.compiler.residency import is_resident, update_chunks, waits_in_hbm
 from slidedp.passes.base import Pass, insert_after
 
 
 def chunks_of_return(layers: LayerGraph, decisions: Decisions, group: Group) -> list[Chunk]:
     """How a group's gradient is cut."""
-    num = len(cut_chunks(group.num_trainable, decisions.of(group.name).return_chunks, layers.world_size))
+    num = len(update_chunks(group, decisions.of(group.name), layers.world_size))
     return [Chunk(c, num, trainable=True) for c in range(num)]
 
 

@@ -13,7 +13,7 @@ from stacks import looking_up, qwen3_4b, stack
 from slidedp.compiler.costmodel.contention import Contention
 from slidedp.compiler.costmodel.costs import AnalyticCostModel, WithFallback, resolve
 from slidedp.compiler.costmodel.hardware import HardwareProfile
-from slidedp.compiler.decisions import Activation, Decisions, Reduction, Route, Source
+from slidedp.compiler.decisions import Activation, Decisions, Reduction, Route, Source, StateHome
 from slidedp.compiler.eventgraph.choices import OFFERED, Choices, Family, Link, find_choices, pinned_fields
 from slidedp.compiler.eventgraph.eventbuild import build_event_graph
 from slidedp.compiler.eventgraph.eventcosts import OptionCosts
@@ -23,7 +23,7 @@ from slidedp.compiler.eventgraph.memoryrows import memory_rows
 from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.layergraph import Group, LayerGraph, recut
 from slidedp.compiler.ops import Stream
-from slidedp.compiler.residency import windowed_groups
+from slidedp.compiler.residency import update_chunks, windowed_groups
 from slidedp.compiler.simulation.simulate import Timeline, simulate
 from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
@@ -332,14 +332,15 @@ def test_state_in_hbm_leaves_nothing_on_the_host() -> None:
     assert base[Stream.H2D] - busy[Stream.H2D] == sum(costs.h2d(group, use, weights).total_us for use in ("fwd", "bwd"))
     assert base[Stream.D2H] - busy[Stream.D2H] == costs.d2h(group, gradients).total_us
     assert base[Stream.CPU] - busy[Stream.CPU] == costs.update(group, gradients, "shadow").total_us
-    num_chunks = choices.defaults.of("L00").return_chunks
+    num_chunks = len(update_chunks(group, replace(choices.defaults.of("L00"), state=StateHome.HBM), 1))
+    assert num_chunks < choices.defaults.of("L00").return_chunks
     assert busy[Stream.UPDATE] == costs.gpu_update(group, num_chunks, Stream.UPDATE).total_us > 0
     assert busy[Stream.GPU] == base[Stream.GPU]
     sharing = build_event_graph(layers, choices, costs_of(layers, hw, shared=True))
     busy, base = sharing.busy_us(selection), sharing.busy_us(choices.default)
     assert busy[Stream.GPU] - base[Stream.GPU] == costs.gpu_update(group, num_chunks, Stream.GPU).total_us
     hbm = memory_rows(layers, choices, hw.hbm_bytes, hw.host_bytes)[0]
-    workspace = 4 * numel // 4  # an FP32 copy of a chunk of the gradient
+    workspace = 4 * numel // num_chunks  # an FP32 copy of a chunk of the gradient
     assert hbm.needed(selection) - hbm.needed(choices.default) == (12 + 2) * numel + workspace
     assert max_cycle_ratio(graph, selection).ratio < max_cycle_ratio(graph, choices.default).ratio  # the update binds here
 

@@ -17,6 +17,7 @@ from validation_cases import HBM, PLANS, RECORD, batches, model, on_trial, slowe
 
 import slidedp
 from slidedp.agreement import StopAsked
+from slidedp.compiler import residency
 from slidedp.compiler.decisions import StateHome
 from slidedp.compiler.planfile.verdict import DEFAULT, PLAN
 from slidedp.compiler.solver.defaults import default_decisions
@@ -45,9 +46,12 @@ def test_the_same_bits_and_the_faster_plan_stays(name: str, kept: str, want: str
     assert plan._spec.solver == (RECORD if kept == PLAN else None)
 
 
-@pytest.mark.parametrize(("chunks", "crossing"), [({"chunks": 4}, 4), ({"delivery_chunks": 4}, 2)])
-def test_state_that_lives_in_hbm_in_both(chunks: Any, crossing: int, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut otherwise, its moments cross the host; cut alike, it stays where it is."""
+@pytest.mark.parametrize(("chunks", "whole", "crossing"),
+                         [({"chunks": 4}, 1, 4), ({"delivery_chunks": 4}, 1, 2), ({"chunks": 4}, residency.WHOLE_UPDATE, 2)])
+def test_state_that_lives_in_hbm_in_both(chunks: Any, whole: int, crossing: int, want: str,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut otherwise, its moments cross the host; cut alike, as what is small is on one rank, it stays where it is."""
+    monkeypatch.setattr(residency, "WHOLE_UPDATE", whole)
     written: list[str] = []
     write = switching.ResidentState.write_moments
     monkeypatch.setattr(switching.ResidentState, "write_moments",

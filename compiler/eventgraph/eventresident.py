@@ -8,13 +8,15 @@ others' weights are gathered behind the reductions of the next group. Deferred u
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from slidedp.compiler.decisions import StateHome
 from slidedp.compiler.eventgraph.eventcosts import Chunked
 from slidedp.compiler.eventgraph.eventgraph import OFF, ZERO
 from slidedp.compiler.eventgraph.eventparts import Parts, Point, Transfer
 from slidedp.compiler.layergraph import Group
 from slidedp.compiler.ops import OpKind, Stream
+from slidedp.compiler.residency import update_chunks
 
 
 def take_norm(parts: Parts, name: str) -> None:
@@ -168,4 +170,5 @@ class Resident:
         return (self.parts.ends.get(f"fwd.{stage}") or self.parts.ends[stage]).event
 
     def num_chunks(self, group: Group) -> int:
-        return self.parts.choices.defaults.of(group.name).return_chunks
+        in_hbm = replace(self.parts.choices.defaults.of(group.name), state=StateHome.HBM)
+        return len(update_chunks(group, in_hbm, self.parts.layers.world_size))

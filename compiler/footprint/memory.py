@@ -19,6 +19,7 @@ from slidedp.compiler.residency import (
     resident_groups,
     speculates,
     state_bytes,
+    update_chunks,
     waits_in_hbm,
     windowed_groups,
 )
@@ -94,8 +95,8 @@ def largest_reduced(graph: LayerGraph, decisions: Decisions) -> int:
 
 def largest_update(graph: LayerGraph, decisions: Decisions) -> int:
     """Elements of the largest part of a chunk that one rank updates in HBM at a time; 0 if no state lives there."""
-    each = [_largest_chunk(graph, g.num_trainable, decisions.of(g.name).return_chunks) for g in resident_groups(graph, decisions)]
-    return max(each, default=0) // graph.world_size
+    chunks = [c for g in resident_groups(graph, decisions) for c in update_chunks(g, decisions.of(g.name), graph.world_size)]
+    return max((hi - lo for lo, hi in chunks), default=0) // graph.world_size
 
 
 def waiting_bytes(graph: LayerGraph, decisions: Decisions, group: Group) -> int:

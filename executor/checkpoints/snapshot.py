@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from slidedp.compiler.decisions import Decisions
-from slidedp.compiler.layergraph import Group, cut_chunks, shard
+from slidedp.compiler.layergraph import Group, shard
+from slidedp.compiler.residency import update_chunks
 from slidedp.executor.errors import CheckpointError
 from slidedp.executor.optim.resident import ResidentState
 from slidedp.executor.state.host_state import HostState
@@ -61,14 +62,14 @@ class Piece:
 
 
 def own_pieces(state: HostState, decisions: Decisions, resident: ResidentState | None, most: int) -> list[Piece]:
-    """What this rank has to save, in the order of the groups: its parts of each returned chunk, as its updates overwrite them,
+    """What this rank has to save, in the order of the groups: its parts of each chunk as its updates overwrite them,
     and its share of what is frozen. At most `most` elements a piece, a multiple of 64.
     """
     rank, world, there = state.rank, state.world_size, resident.groups if resident else {}
     pieces = []
     for i, g in enumerate(state.groups.values()):
         if g.trainable:
-            for chunk in cut_chunks(g.num_trainable, decisions.of(g.name).return_chunks, world):
+            for chunk in update_chunks(g, decisions.of(g.name), world):
                 pieces += [Piece(g, *part, True, g.name in there) for part in cut(*shard(*chunk, rank, world), most)]
         if i % world == rank:
             pieces += [Piece(g, *part, False, False) for part in cut(g.num_trainable, g.numel, most)]

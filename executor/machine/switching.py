@@ -21,7 +21,7 @@ from torch import Tensor
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph, shard
 from slidedp.compiler.ops import OpGraph, OpKind
-from slidedp.compiler.residency import resident_groups
+from slidedp.compiler.residency import resident_groups, update_chunks
 from slidedp.executor.optim.kernels import Kernel
 from slidedp.executor.optim.resident import ResidentState, ServiceWords
 from slidedp.executor.stages.buffers import Buffers
@@ -88,9 +88,12 @@ def equip(machine: Machine, plan: Lowered, there: Mapping[str, Tensor] | None = 
 
 def staying(before: Lowered, after: Lowered) -> set[str]:
     """Groups whose state lives in HBM, cut alike, in both plans."""
-    there = {g.name for g in resident_groups(before.layers, before.decisions)}
-    return {g.name for g in resident_groups(after.layers, after.decisions) if g.name in there
-            and after.decisions.of(g.name).return_chunks == before.decisions.of(g.name).return_chunks}
+    def cut(plan: Lowered) -> dict[str, tuple[tuple[int, int], ...]]:
+        world = plan.layers.world_size
+        return {g.name: update_chunks(g, plan.decisions.of(g.name), world) for g in resident_groups(plan.layers, plan.decisions)}
+
+    had = cut(before)
+    return {name for name, chunks in cut(after).items() if had.get(name) == chunks}
 
 
 def leave(machine: Machine, stay: Collection[str]) -> dict[str, Tensor]:

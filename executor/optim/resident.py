@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slidedp.compiler.decisions import Decisions
+from slidedp.compiler.decisions import Decisions, GroupDecision
 from slidedp.compiler.footprint.memory import largest_update
-from slidedp.compiler.layergraph import Group, LayerGraph, cut_chunks, shard
-from slidedp.compiler.residency import resident_groups
+from slidedp.compiler.layergraph import Group, LayerGraph, shard
+from slidedp.compiler.residency import resident_groups, update_chunks
 from slidedp.executor.devices.backend import Backend
 from slidedp.executor.optim.adam import CpuAdam
 from slidedp.executor.optim.gpu_adam import DeviceChunk, DeviceState, GpuAdam
@@ -70,7 +70,7 @@ class ResidentState:
         self.groups = {g.name: g for g in resident_groups(layers, decisions)}
         self._host, self._backend, self._words, self._on_failure = host, backend, words, on_failure
         self._weights = {name: buffers[f"held.{name}"] for name in self.groups}
-        self._chunks = {name: self._chunks_of(g, decisions.of(name).return_chunks, buffers) for name, g in self.groups.items()}
+        self._chunks = {name: self._chunks_of(g, decisions.of(name), buffers) for name, g in self.groups.items()}
         workspace = 0 if layers.grad_dtype == "float32" else largest_update(layers, decisions)
         self.adam = GpuAdam(adam, chain(*self._chunks.values()), backend, exact=exact, workspace=workspace)
         self.newest = turn
@@ -83,13 +83,13 @@ class ResidentState:
             self._thread = threading.Thread(target=self._answer, name="slidedp-resident", daemon=True)
             self._thread.start()
 
-    def _chunks_of(self, group: Group, num_chunks: int, buffers: Buffers) -> list[DeviceChunk]:
+    def _chunks_of(self, group: Group, decision: GroupDecision, buffers: Buffers) -> list[DeviceChunk]:
         """This rank's parts of the group's chunks. They lie one after another in the state, as the chunks do in the group."""
         if not group.trainable:
             return []
         world, state = self._host.world_size, DeviceState(*buffers[f"state.{group.name}"].view(3, -1))
         return [DeviceChunk(group.name, *shard(lo, hi, self._host.rank, world), state.cut(lo // world, hi // world))
-                for lo, hi in cut_chunks(group.num_trainable, num_chunks, world)]
+                for lo, hi in update_chunks(group, decision, world)]
 
     # ---- copies ----
 

@@ -10,7 +10,7 @@ import torch
 
 from slidedp.compiler.decisions import Decisions, Reduction, Source
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.residency import is_resident, speculates
+from slidedp.compiler.residency import is_resident, speculates, update_chunks
 from slidedp.executor.shared.segment import GIB
 
 PAGE = 4096
@@ -121,7 +121,8 @@ def layout_state(
         wanted = needed(g, decisions, world_size=world_size, **dtypes)
         for other in others:
             wanted |= needed(g, other, world_size=world_size, **dtypes)
-        if g.trainable and len({d.of(g.name).return_chunks for d in (decisions, *others) if is_resident(g, d.of(g.name))}) > 1:
+        in_hbm = [d.of(g.name) for d in (decisions, *others) if is_resident(g, d.of(g.name))]
+        if g.trainable and len({len(update_chunks(g, decision, world_size)) for decision in in_hbm}) > 1:
             wanted |= {(moment, 0): (g.num_trainable, torch.float32) for moment in MOMENTS}
         for (buffer, i), (numel, dtype) in wanted.items():
             put(buffer, g.name, numel, dtype, i)
