@@ -45,7 +45,8 @@ def test_pinned_plans_are_plans():
 
 
 def line(step_s, predicted_s, busy, case=None):
-    return {"batch": 16, "step_s": step_s, "times": [step_s], "measured_over_predicted": step_s / predicted_s, "busy_s": busy, "case": case}
+    return {"batch": 16, "step_s": step_s, "times": [step_s], "measured_over_predicted": step_s / predicted_s, "busy_s": busy,
+            "case": case}
 
 
 def test_verdict():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from delays import Delays
@@ -15,10 +18,16 @@ from torch import nn
 from training import loss_of_output, norm_wise, rounded, state_of, train_plainly
 
 import slidedp
+from slidedp.compiler import residency
+from slidedp.compiler.decisions import Decisions, GroupDecision, StateHome
+from slidedp.compiler.layergraph import Group, Param, cut_chunks
 from slidedp.compiler.ops import OpKind
+from slidedp.executor.devices.backend import CpuBackend
 from slidedp.executor.machine.step import NonFiniteLoss
-from slidedp.executor.optim.adam import NonFiniteGradient
+from slidedp.executor.optim.adam import CpuAdam, NonFiniteGradient
+from slidedp.executor.optim.gpu_adam import DeviceChunk, DeviceState, GpuAdam
 from slidedp.executor.options import MachineOptions
+from slidedp.executor.state.host_state import HostState
 
 pytestmark = pytest.mark.cpu
 
@@ -43,6 +52,21 @@ def train(model, batches, after=None, run=MachineOptions(update_kernel="torch"),
             if after is not None:
                 after(plan)
         return replace(state_of(plan), losses=losses, grads=[])
+
+
+@pytest.fixture(autouse=True)
+def cut_updates(monkeypatch):
+    """As of groups so large that one rank cuts their updates, into as many chunks as the policy says."""
+    monkeypatch.setattr(residency, "WHOLE_UPDATE", 1)
+
+
+def test_small_updates_are_not_cut(monkeypatch):
+    monkeypatch.undo()
+    group, cut = Group("L00", 2000, 2000, ("L00",), ()), GroupDecision(return_chunks=4)
+    at_home, in_hbm = cut, replace(cut, state=StateHome.HBM)
+    assert [len(residency.update_chunks(group, d, world)) for d in (at_home, in_hbm) for world in (1, 2)] == [4, 4, 1, 4]
+    monkeypatch.setattr(residency, "WHOLE_UPDATE", 700)
+    assert residency.update_chunks(group, in_hbm, 1) == cut_chunks(2000, 3, 1)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +123,41 @@ def test_fused_update_over_twenty_steps():
     assert max(abs(a - b) / b for a, b in zip(hbm.losses, host.losses, strict=True)) < 1e-6
     for name, start in model.named_parameters():
         assert norm_wise(hbm.params[name] - start, host.params[name] - start) < 1e-3, name
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_fused_updates_of_parameters_that_come_and_go(grad_dtype):
+    """Each is at its own step, and one without a gradient stays what it is; a gradient that is not finite changes none."""
+    shapes = {"a.weight": (4, 16), "a.norm": (64,), "b.weight": (8, 8), "b.norm": (64,)}
+    params = tuple(Param((name,), shape, 64 * i) for i, (name, shape) in enumerate(shapes.items()))
+    group, optimizer = Group("L00", 256, 256, ("L00",), params), slidedp.AdamW(lr=1e-2, no_decay=("norm",))
+    decisions = Decisions({"L00": GroupDecision(state=StateHome.HBM)})
+    state = HostState((group,), decisions, rank=0, world_size=1, compute_dtype=torch.float32, grad_dtype=grad_dtype, num_words=1,
+                      exchange=lambda x: [x], barrier=lambda: None)  # fmt: skip
+    with closing(state):
+        cpu = CpuAdam(state, (group,), optimizer, kernel="torch")
+        generator = torch.Generator().manual_seed(0)
+        own = DeviceState(torch.randn(256, generator=generator), torch.zeros(256), torch.zeros(256))
+        plain = {name: nn.Parameter(own.master[64 * i : 64 * i + 64].clone()) for i, name in enumerate(shapes)}
+        reference = torch.optim.AdamW([{"params": [p], "weight_decay": 0.0 if "norm" in name else optimizer.weight_decay}
+                                       for name, p in plain.items()], lr=1e-2, betas=optimizer.betas, eps=optimizer.eps)
+        fused = GpuAdam(cpu, [DeviceChunk("L00", 0, 256, own)], CpuBackend(), exact=False,
+                        workspace=0 if grad_dtype is torch.float32 else 256)
+        weights = torch.empty(256)
+        for step in range(1, 9):
+            gradient = torch.randn(256, generator=generator).to(grad_dtype)
+            present = np.array([True, step % 2 == 0, step != 3, step > 4])
+            for i, p in enumerate(plain.values()):
+                p.grad = gradient[64 * i : 64 * i + 64].float() if present[i] else None
+            reference.step()
+            fused.update("L00", 0, gradient, weights, step, present)
+            torch.testing.assert_close(own.master, torch.cat([p.detach() for p in plain.values()]), rtol=1e-6, atol=1e-7)
+            assert torch.equal(weights, own.master)
+        before, gradient[130] = own.master.clone(), math.inf
+        fused.update("L00", 0, gradient, weights, 9, np.ones(4, dtype=bool))
+        assert torch.equal(own.master, before)
+        with pytest.raises(NonFiniteGradient, match=r"b\.weight"):
+            fused.require_finite(fused.norms(), 9)
 
 
 def test_what_moves():

@@ -70,8 +70,8 @@ def this_machine(args: argparse.Namespace) -> slidedp.HardwareProfile:
     if not args.measure:
         return load_profile("auto")
     profile = slidedp.HardwareProfile.measure(keep=False, show_progress=False)
-    print(json.dumps({key: getattr(profile, key) for key in ("host_dram_gbps", "duplex_gbps", "cpu_adam_gparams", "host_task_us")}),
-          flush=True)
+    rates = ("host_dram_gbps", "duplex_gbps", "cpu_adam_gparams", "host_task_us")
+    print(json.dumps({key: getattr(profile, key) for key in rates}), flush=True)
     if args.traces:
         args.traces.mkdir(parents=True, exist_ok=True)
         number = len(list(args.traces.glob("profile-*.yaml")))
@@ -84,8 +84,8 @@ def bounds(line: dict[str, Any], before: slidedp.HardwareProfile, after: slidedp
     host = line["loads_s"]["host"] * before.host_dram_gbps * 2 / (before.host_dram_gbps + after.host_dram_gbps)
     links = line["loads_s"]["links"] * before.duplex_gbps * 2 / (before.duplex_gbps + after.duplex_gbps)
     bound = max(line["reference_s"] or 0.0, host, links)
-    return {"host_dram_gbps": [before.host_dram_gbps, after.host_dram_gbps], "bounds_s": {"host": round(host, 3), "links": round(links, 3)},
-            "bound_over_step": round(bound / line["step_s"], 3)}
+    return {"host_dram_gbps": [before.host_dram_gbps, after.host_dram_gbps],
+            "bounds_s": {"host": round(host, 3), "links": round(links, 3)}, "bound_over_step": round(bound / line["step_s"], 3)}
 
 
 def measured_references(args: argparse.Namespace) -> dict[int, float]:

@@ -56,8 +56,20 @@ class _Part:
     state: DeviceState
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """Parameters of a chunk for one call of the fused kernel: where they are among those of the chunk, and their states."""
+
+    decay: bool
+    at: tuple[int, ...]
+    masters: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+
+
 class GpuAdam:
-    """Updates `chunks`. Used by the update stream's thread alone.
+    """Updates `chunks`. Used by the update stream's thread alone, whose every call into torch may have to wait for the other
+    threads of Python's: what is the same in each step is made once.
 
     `adam`: step counts, learning rate, optimizer. `exact`: the arithmetic ``torch``. `workspace`: elements of the largest
     chunk, if gradients are not FP32 and have to be converted; else 0.
@@ -78,6 +90,10 @@ class GpuAdam:
             self._norms_at[key] = slice(num_norms, num_norms + index.size)
             num_norms += index.size
         self._norms = backend.empty(num_norms, torch.float32).zero_()
+        self._skip = backend.empty(1, torch.float32).view(())
+        self._whole = {} if exact else {key: list(self._launches(key, list(parts))) for key, parts in self._parts.items()}
+        self._grads = {} if self._workspace is None else {key: self._cut(key, self._workspace) for key in self._parts}
+        self._counted = -1, self._skip  # a number of steps, and a tensor that holds it
         backend.fence_caller()
 
     @torch.no_grad()
@@ -113,29 +129,49 @@ class GpuAdam:
 
     def _fused(self, chunk: DeviceChunk, g: _GroupSteps, index: np.ndarray, gradient: Tensor, step: int,
                scale: float | None) -> None:
-        if gradient.dtype is not torch.float32:
-            assert self._workspace is not None
-            gradient = self._workspace[: gradient.numel()].copy_(gradient)
+        key = chunk.group, chunk.lo
+        # All of them, so that a norm has its place: without a gradient it is zero.
+        if self._workspace is None:
+            grads = self._cut(key, gradient)
+        else:
+            gradient, grads = self._workspace[: gradient.numel()].copy_(gradient), self._grads[key]
         if scale is not None and scale != 1.0:
             gradient.mul_(scale)
-        parts, opt = self._parts[chunk.group, chunk.lo], self._adam.optimizer
-        # All of them, so that a norm has its place: without a gradient it is zero.
-        grads = {i: gradient[p.start : p.end] for i, p in parts.items()}
-        skip = self._look(chunk, list(grads.values())) if scale is None else None
-        for decay, count, alike in _alike(g, index):
-            steps = torch.full((len(alike),), float(count), dtype=torch.float32, device=gradient.device).unbind()
-            states = [parts[i].state for i in alike]
-            torch._fused_adamw_(
-                [s.master for s in states], [grads[i] for i in alike], [s.exp_avg for s in states],
-                [s.exp_avg_sq for s in states], [], list(steps), lr=self._adam.lr(step), beta1=opt.betas[0],
-                beta2=opt.betas[1], eps=opt.eps, weight_decay=opt.weight_decay if decay else 0.0, amsgrad=False,
-                maximize=False, found_inf=skip)
+        skip, opt = self._look(chunk, grads) if scale is None else None, self._adam.optimizer
+        for count, alike in _by_count(g, index):
+            launches = self._whole[key] if len(alike) == len(grads) else self._launches(key, alike)
+            for each in launches:
+                torch._fused_adamw_(
+                    each.masters, [grads[i] for i in each.at], each.exp_avgs, each.exp_avg_sqs, [],
+                    [self._steps(count)] * len(each.at), lr=self._adam.lr(step), beta1=opt.betas[0], beta2=opt.betas[1],
+                    eps=opt.eps, weight_decay=opt.weight_decay if each.decay else 0.0, amsgrad=False, maximize=False,
+                    found_inf=skip)
+
+    def _cut(self, key: tuple[str, int], flat: Tensor) -> list[Tensor]:
+        """The gradient of each parameter of a chunk."""
+        return [flat[p.start : p.end] for p in self._parts[key].values()]
+
+    def _launches(self, key: tuple[str, int], alike: Iterable[int]) -> Iterator[_Launch]:
+        """For these parameters of a chunk, by whether their weights decay."""
+        parts, (steps, *_) = self._parts[key], self._adam.cut(*key, self._chunks[key].hi)
+        place = {i: at for at, i in enumerate(parts)}
+        for decay in (True, False):
+            if some := [i for i in alike if steps.decay[i] == decay]:
+                states = [parts[i].state for i in some]
+                yield _Launch(decay, tuple(place[i] for i in some), [s.master for s in states], [s.exp_avg for s in states],
+                              [s.exp_avg_sq for s in states])
+
+    def _steps(self, count: int) -> Tensor:
+        """`count` on the device."""
+        if self._counted[0] != count:
+            self._counted = count, torch.full((), float(count), dtype=torch.float32, device=self._skip.device)
+        return self._counted[1]
 
     def _look(self, chunk: DeviceChunk, grads: list[Tensor]) -> Tensor:
         """1.0, on the device, if the chunk's gradients are not finite, else 0.0; keeps their norms."""
         norms = self._norms[self._norms_at[chunk.group, chunk.lo]]
         torch.stack(torch._foreach_norm(grads, math.inf), out=norms)
-        return torch.isfinite(norms).all().logical_not().float()
+        return torch.logical_not(torch.isfinite(norms).all(), out=self._skip)
 
     def norms(self) -> Tensor:
         """Largest magnitudes of the gradients of the step so far: on the host once the op that calls this is done."""
@@ -152,9 +188,8 @@ class GpuAdam:
                     raise NonFiniteGradient(group, g.params[i].name, step)
 
 
-def _alike(g: _GroupSteps, index: np.ndarray) -> Iterator[tuple[bool, int, list[int]]]:
-    """Parameters by (whether weight decays, step count): nearly always two kinds."""
-    for decay in (True, False):
-        some = index[g.decay[index] == decay]
-        for count in np.unique(g.counts[some]):
-            yield decay, int(count), some[g.counts[some] == count].tolist()
+def _by_count(g: _GroupSteps, index: np.ndarray) -> Iterator[tuple[int, list[int]]]:
+    """Parameters by step count: nearly always one."""
+    counts = g.counts[index]
+    for count in np.unique(counts):
+        yield int(count), index[counts == count].tolist()
