@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from stacks import qwen3_4b
@@ -99,25 +100,26 @@ def test_one_h200() -> None:
     assert seconds(hw, 1, {OpKind.CPU_UPDATE: 4.4 * 28}) == one()
     busy = 3.49 * 28
     copies = (160 - busy) / 2
-    assert seconds(hw, 1, apart(copies) | {OpKind.CPU_UPDATE: busy}) == all_one(3, 0.01)
+    assert seconds(hw, 1, apart(copies) | {OpKind.CPU_UPDATE: busy}) == all_one(3, 0.03)
 
 
 def apart(copies: float) -> dict[OpKind, float]:
-    """Rates of copies to the device and to the host beside work of the cores, `copies` GB/s on average: 1.4 times apart."""
-    return {OpKind.H2D: copies * 2 / 2.4, OpKind.D2H: copies * 2.8 / 2.4}
+    """Rates of copies to the device and to the host beside work of the cores, `copies` GB/s on average: 1.5 times apart."""
+    return {OpKind.H2D: copies * 0.8, OpKind.D2H: copies * 1.2}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_measured_profile_says_who_gets_how_much(world_size: int) -> None:
-    """With all three at work, the update gets what it got when measured, and the copies what they got on average."""
+    """With all three at work, each gets what it got when measured."""
     busy = {Quantity.H2D_GBPS: ((32 << 20, 25.0),), Quantity.D2H_GBPS: ((32 << 20, 40.0),),
             Quantity.CPU_ADAM_GPARAMS: ((1, 0.5), (14, 3.3))}  # fmt: skip
     tables = Tables(tuple(Curve(quantity, Load.BUSY, points) for quantity, points in busy.items()))
     update = 3.3 * 28 / world_size
     hw = replace(load_profile("h200x1"), num_gpus=world_size, tables=tables, host_dram_gbps=world_size * (25 + 40 + update))
-    assert seconds(hw, world_size, apart(32.5) | {OpKind.CPU_UPDATE: update}) == all_one(3, 0.001)
+    measured = {OpKind.H2D: 25.0, OpKind.D2H: 40.0, OpKind.CPU_UPDATE: update}
+    assert seconds(hw, world_size, measured) == all_one(3, 0.03)
     unknown = replace(hw, tables=Tables())
-    assert seconds(unknown, world_size, apart(32.5) | {OpKind.CPU_UPDATE: update}) != all_one(3, 0.05)
+    assert seconds(unknown, world_size, measured) != all_one(3, 0.05)
 
 
 def test_four_h200s() -> None:
@@ -130,7 +132,27 @@ def test_four_h200s() -> None:
     assert seconds(hw, 4, {OpKind.CPU_UPDATE: 4.9 * 28 / 4}) == one()
     busy = 3.49 * 28 / 4
     copies = (160 / 4 - busy) / 2
-    assert seconds(hw, 4, apart(copies) | {OpKind.CPU_UPDATE: busy}) == all_one(3, 0.01)
+    assert seconds(hw, 4, apart(copies) | {OpKind.CPU_UPDATE: busy}) == all_one(3, 0.03)
+
+
+@pytest.mark.parametrize(("rates", "pairs"), [
+    ({"host_dram_gbps": 183.0, "cpu_adam_gparams": 5.26, "busy": (30.0, 51.5, 3.4)}, [(119, 35, 0), (139, 0, 54), (104, 30, 50)]),
+    ({"host_dram_gbps": 215.0, "cpu_adam_gparams": 6.4, "busy": (27.5, 41.5, 5.0)}, [(172, 42, 0), (180, 0, 48), (143, 31, 43)]),
+])
+def test_mixtures_of_steps(rates: dict[str, Any], pairs: list[tuple[float, float, float]]) -> None:
+    """What an update, copies to the device and copies home got beside each other in steps of Qwen3-4B on two H200 hosts: updates
+    within 8 %, copies, whose rates differed by 20 % from plan to plan, within 25 %.
+    """
+    down, up, adam = rates.pop("busy")
+    curves = ((Quantity.H2D_GBPS, down), (Quantity.D2H_GBPS, up), (Quantity.CPU_ADAM_GPARAMS, adam))
+    tables = Tables(tuple(Curve(quantity, Load.BUSY, ((14, rate),)) for quantity, rate in curves))
+    hw = replace(load_profile("h200x1"), tables=tables, **rates)
+    for mixture in pairs:
+        got = dict(zip((OpKind.CPU_UPDATE, OpKind.H2D, OpKind.D2H), mixture, strict=True))
+        there = {kind: rate for kind, rate in got.items() if rate}
+        took = dict(zip(there, seconds(hw, 1, there), strict=True))
+        assert took.pop(OpKind.CPU_UPDATE) == pytest.approx(1, abs=0.08)
+        assert list(took.values()) == pytest.approx([1] * len(took), abs=0.25)
 
 
 def test_casts_share_the_cores() -> None:

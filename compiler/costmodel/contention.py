@@ -39,15 +39,24 @@ CPU_SHARE = 3.1
 one H200: with both links busy an update of 28 bytes a parameter runs at 3.49 Gparam/s, 98 of 160 GB/s; the copies get 31 each.
 A profile that was measured says what they got on its machine."""
 
-HOMEWARD = 1.4
+HOMEWARD = 1.5
 """What a copy to the host then gets of it over what one to the device gets, where the host's cores are at work, too. GB/s beside
-updates that never rest, H200s: 52 and 28 on one host, 36.2 and 26.5 on another (14 threads; 16: 32.2 and 22.5), where in steps
-the slowest tenth of copies to the host had 44, of those to the device 30.5. Without the cores the two directions are alike."""
+updates that never rest, five H200 hosts: 52 and 28, 36 and 26.5, 51.5 and 30, 42 and 28, 44 and 29. Without the cores the two
+directions are alike. A profile that was measured says what they got on its machine."""
 
-GPU_UPDATE_WEIGHT = 1 / 4.5
-"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on H200s,
-Qwen3-4B: of batch 8, 20 or 21 groups updated there, 118 and 105 ms lie beside the backward, which alone would take 20 and 22; of
-batch 16, 7 groups, 56 and 9. An older version, all 37 groups at batch 16, was nearer 1 / 7."""
+READ_BESIDE_CORES, WRITTEN_BESIDE_CORES = 1.5, 0.75
+"""What a copied byte takes of host memory where the cores are at work, too: one that the device reads is waited for, and of those
+that it writes some are read from the cache. Measured in steps of Qwen3-4B, GB/s of update, copies to the device, copies home:
+
+    one host       148; 119 and 35; 139 and 54 (home); 104, 30 and 50
+    another one    182; 172 and 42; 180 and 48 (home); 143, 31 and 43
+
+so that the first moves no more beside copies to the device than alone, and a quarter more beside copies home."""
+
+GPU_UPDATE_WEIGHT = 1 / 6
+"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on an H200,
+Qwen3-4B, all state in HBM, every layer retains: the updates are busy for 247 ms of a step of batch 8 and 399 ms of one of batch
+16; half of the state there, 122 to 149 and 194."""
 
 
 class Resource(StrEnum):
@@ -69,13 +78,28 @@ OF_THE_HOST = frozenset(Resource) - {Resource.LINK_IN, Resource.LINK_OUT, Resour
 @dataclass(frozen=True, slots=True)
 class Draw:
     """What one op takes while it runs at its speed alone: by resource, the fraction of its capacity that all ranks together
-    take (more than 1: it cannot run at that speed on all ranks). `weight`: how fast its speed rises as the resources fill, beside
-    work of the host's cores `beside_cores` times as fast.
+    take (more than 1: it cannot run at that speed on all ranks). `weight`: how fast its speed rises as the resources fill. Beside
+    work of the host's cores it rises `beside_cores` times as fast, and takes `memory_beside_cores` times as much of host memory.
     """
 
     parts: tuple[tuple[Resource, float], ...] = ()
     weight: float = 1.0
     beside_cores: float = 1.0
+    memory_beside_cores: float = 1.0
+
+    def among(self, cores: bool) -> Draw:
+        """What it is beside work of the host's cores, or without."""
+        if not cores or self.beside_cores == self.memory_beside_cores == 1:
+            return self
+        return Draw(self._parts(self.memory_beside_cores), self.weight * self.beside_cores)
+
+    @property
+    def least(self) -> Draw:
+        """What it takes at least, whatever runs beside it: no step in which ops take all there is is shorter."""
+        return replace(self, parts=self._parts(min(self.memory_beside_cores, 1.0)))
+
+    def _parts(self, of_memory: float) -> tuple[tuple[Resource, float], ...]:
+        return tuple((r, part * of_memory if r is Resource.DRAM else part) for r, part in self.parts)
 
 
 NOTHING = Draw()
@@ -92,9 +116,11 @@ class Contention:
     world_size: int = 1
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     share: float = field(init=False)
+    homeward: float = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "share", share_of_update(self.hw, self.world_size))
+        object.__setattr__(self, "homeward", homeward(self.hw))
 
     def draw(self, op: Op, alone_us: int) -> Draw:
         """What `op` takes from what it shares, if it takes `alone_us` microseconds alone: its bytes, evenly over that time.
@@ -110,9 +136,10 @@ class Contention:
         gbps = num_bytes / alone_us / 1e3
         match op.kind:
             case OpKind.H2D | OpKind.ACT_RELOAD:
-                return self.copy(gbps, 2 / (1 + HOMEWARD), Resource.LINK_IN, Resource.ROOT_IN)
+                return self.copy(gbps, 2 / (1 + self.homeward), READ_BESIDE_CORES, Resource.LINK_IN, Resource.ROOT_IN)
             case OpKind.D2H | OpKind.ACT_OFFLOAD:
-                return self.copy(gbps, 2 * HOMEWARD / (1 + HOMEWARD), Resource.LINK_OUT, Resource.ROOT_OUT)
+                faster = 2 * self.homeward / (1 + self.homeward)
+                return self.copy(gbps, faster, WRITTEN_BESIDE_CORES, Resource.LINK_OUT, Resource.ROOT_OUT)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
                 return self.collective(gbps)
             case OpKind.HOST_CAST:
@@ -125,16 +152,17 @@ class Contention:
             case _:
                 return NOTHING
 
-    def copy(self, gbps: float, beside_cores: float, *of_direction: Resource) -> Draw:
+    def copy(self, gbps: float, beside_cores: float, memory_beside_cores: float, *of_direction: Resource) -> Draw:
         used = dict.fromkeys((*of_direction, Resource.ROOT, Resource.DRAM), gbps)
-        return replace(self.over(used, 1 / gbps), beside_cores=beside_cores)
+        return replace(self.over(used, 1 / gbps), beside_cores=beside_cores, memory_beside_cores=memory_beside_cores)
 
     def collective(self, gbps: float) -> Draw:
         """`gbps`: what a rank receives; it sends as much."""
         if self.hw.gpu_link_gbps:
             return self.over({Resource.GPU_LINK: gbps}, 1 / gbps)
-        return self.over({Resource.LINK_IN: gbps, Resource.LINK_OUT: gbps, Resource.ROOT_IN: gbps, Resource.ROOT_OUT: gbps,
-                          Resource.ROOT: 2 * gbps, Resource.DRAM: 2 * gbps}, 1 / gbps)
+        through = self.over({Resource.LINK_IN: gbps, Resource.LINK_OUT: gbps, Resource.ROOT_IN: gbps, Resource.ROOT_OUT: gbps,
+                             Resource.ROOT: 2 * gbps, Resource.DRAM: 2 * gbps}, 1 / gbps)
+        return replace(through, memory_beside_cores=(READ_BESIDE_CORES + WRITTEN_BESIDE_CORES) / 2)
 
     def over(self, used: dict[Resource, float], weight: float) -> Draw:
         """Fractions from one rank's rates (GB/s; of the cores, a fraction already)."""
@@ -193,8 +221,14 @@ def share_of_update(hw: HardwareProfile, world_size: int) -> float:
     return update / ((down.points[-1][1] + up.points[-1][1]) / 2)
 
 
+def homeward(hw: HardwareProfile) -> float:
+    """How many times what a copy to the device gets beside updates one to the host gets."""
+    down, up = (hw.tables.find(q, Load.BUSY) for q in (Quantity.H2D_GBPS, Quantity.D2H_GBPS))
+    return HOMEWARD if down is None or up is None else up.points[-1][1] / down.points[-1][1]
+
+
 def work_us(draws: Iterable[Draw], alone_us: Iterable[int]) -> dict[Resource, float]:
-    """For how long ops with these draws keep each resource full: no step that runs them all is shorter, however it is ordered."""
+    """For how long ops with these draws keep each resource full."""
     work: dict[Resource, float] = {}
     for draw, us in zip(draws, alone_us, strict=True):
         for resource, part in draw.parts:
@@ -210,7 +244,8 @@ def fill(draws: Sequence[Draw]) -> tuple[float, ...]:
     """
     speeds = [0.0] * len(draws)
     cores = any(resource is Resource.CORES for draw in draws for resource, _ in draw.parts)
-    weights = [draw.weight * (draw.beside_cores if cores else 1.0) for draw in draws]
+    draws = [draw.among(cores) for draw in draws]
+    weights = [draw.weight for draw in draws]
     full = dict.fromkeys((r for d in draws for r, _ in d.parts), 0.0)
     rising = set(range(len(draws)))
     while rising:

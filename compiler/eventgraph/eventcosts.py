@@ -239,7 +239,7 @@ class OptionCosts:
         us, work, slowed = self.costs.duration_us(op, self.hw), dict[Resource, int](), 1.0
         if self.contention:
             op = replace(op, bytes=self.costs.bytes(op, self.hw))
-            found = work_us([self.contention.draw(op, us)], [us])
+            found = work_us([self.contention.draw(op, us).least], [us])
             work = {resource: round(found[resource]) for resource in self.contention.shared if resource in found}
             slowed = 1 / self.contention.lone_speed(op, us)
         by_name = self.scale.get(op.whole)

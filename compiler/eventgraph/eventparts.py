@@ -52,12 +52,12 @@ class Delivered:
 class Returned:
     """Moments of a gradient's way home: its first and last chunk can be updated.
 
-    `transfers`: the events of their starts, and what they are, chunk by chunk, in order.
+    `transfers`: when the first chunk is home as each of them says for itself, and how far apart it sets the next ones.
     """
 
     first: Point
     last: Point
-    transfers: tuple[tuple[int, Transfer], ...] = ()
+    transfers: tuple[tuple[Point, Transfer], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,10 @@ class Parts:
             self.norms.append(Point(host_end, on_host.only()))
         if reduce.ever:
             self.norms.append(Point(reduce_end, reduce.only()))
-        transfers = [(reduce_start, reduce)] * reduce.ever + [(back_start, back)] + [(host_start, on_host)] * on_host.ever
+        behind = on_host.chunk + norm if on_host.ever else ZERO  # the copy back
+        transfers = [(Point(back_start, back.chunk + behind), back)]
+        transfers += [(Point(reduce_start, reduce.chunk + norm + back.chunk + behind), reduce)] * reduce.ever
+        transfers += [(first, on_host)] * on_host.ever
         self.returns[name], self.freed[name] = Returned(first, last, tuple(transfers)), tuple(freed)
 
     def take_home_early(self, name: str, produced: Point) -> None:

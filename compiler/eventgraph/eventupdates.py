@@ -166,14 +166,13 @@ def _first_chunks_home(parts: Parts, home: Home) -> list[Point]:
         return []
     whole = _update(parts, home, _typical(parts, home.group), _source(parts, home.group))
     points = []
-    for i, (start, transfer) in enumerate(home.at.transfers):
+    for first, transfer in home.at.transfers:
         chunk = max(c.chunk_us for c in transfer.each)
 
         def ahead(o: Values, chunk: int = chunk) -> int:
             return (-(-whole.num // int(o["delivery_chunks"])) - 1) * chunk if o else 0
 
-        first = sum((each.chunk for _, each in home.at.transfers[i:]), ZERO)
-        points.append(Point(start, first + parts.each(home.group, "weights", ahead)))
+        points.append(first + parts.each(home.group, "weights", ahead))
     return points
 
 
