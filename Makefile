@@ -5,6 +5,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install -qq --no-compile --prefer-binary --disable-pip-version-check -c $(VENV)/constraints.txt
 
+# Bytecode is kept: the tests start dozens of processes, and to compile what one imports takes 10 s of a processor.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test gpu-test lint clean
 
 quickstart: $(VENV)/.model

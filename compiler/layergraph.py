@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -268,6 +268,7 @@ def aligned(numel: int, unit: int = ALIGN) -> int:
     return -(-numel // unit) * unit
 
 
+@lru_cache(maxsize=1024)  # asked for every chunk of every group, of which there are a few sizes
 def cut_chunks(numel: int, num_chunks: int, world_size: int = 1) -> tuple[tuple[int, int], ...]:
     """`[lo, hi)` of each chunk of a flat buffer: near-equal, cut at multiples of ``ALIGN * world_size``.
 

@@ -39,6 +39,7 @@ class Overlap:
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
         self.known: dict[tuple[object, ...], tuple[bool, bool]] = {}
+        self.known_ranges: dict[tuple[object, ...], list[tuple[tuple[int, int], ...]]] = {}
 
     def __call__(self, a: Ref, b: Ref, *, one_copy: bool, distance: int = 0) -> tuple[bool, bool]:
         """(some rank's `a` meets its own `b`, some rank's `a` meets another rank's `b`).
@@ -57,8 +58,7 @@ class Overlap:
 
     def compute(self, a: Ref, b: Ref, group: Group | None, one_copy: bool) -> tuple[bool, bool]:
         ranks = range(self.graph.world_size)
-        ranges_a = [a.ranges(group, len(ranks), r) for r in ranks]
-        ranges_b = [b.ranges(group, len(ranks), r) for r in ranks]
+        ranges_a, ranges_b = self.ranges(a, group), self.ranges(b, group)
 
         def meet(i: int, j: int) -> bool:
             return any(x[0] < y[1] and y[0] < x[1] for x in ranges_a[i] for y in ranges_b[j])
@@ -67,6 +67,14 @@ class Overlap:
         if a.peers or b.peers:
             return own, own and len(ranks) > 1
         return own, one_copy and any(meet(i, j) for i in ranks for j in ranks if i != j)
+
+    def ranges(self, ref: Ref, group: Group | None) -> list[tuple[tuple[int, int], ...]]:
+        """What each rank touches."""
+        key = (group and (group.numel, group.num_trainable), ref.chunk, ref.scope)
+        if key not in self.known_ranges:
+            world = self.graph.world_size
+            self.known_ranges[key] = [ref.ranges(group, world, rank) for rank in range(world)]
+        return self.known_ranges[key]
 
 
 def flow_edges(graph: OpGraph, overlap: Overlap) -> list[Edge]:

@@ -73,17 +73,21 @@ class Memory:
     def __init__(self, graph: OpGraph) -> None:
         self.world_size = graph.world_size
         self._groups = graph.group_by_name
+        self._keys: dict[int, tuple[Ref, Key]] = {}  # by identity, which lasts as long as the ref that is kept beside it
         self._touches: dict[Key, tuple[tuple[Touch, ...], ...]] = {}
         self._overlaps: dict[tuple[Key, Key], tuple[bool, bool]] = {}
         self._missing: dict[tuple[tuple[Key, ...], Key], tuple[Touch, ...]] = {}
 
     def key(self, ref: Ref) -> Key:
         """Equal for refs that touch the same elements of the same copies."""
+        if (known := self._keys.get(id(ref))) is not None:
+            return known[1]
         g = self._groups.get(ref.group)
         size = (g.numel, g.num_trainable) if g else None
         key = (size, ref.chunk, ref.scope, ref.shared, ref.peers)
         if key not in self._touches:
             self._touches[key] = tuple(self._compute(ref, rank) for rank in range(self.world_size))
+        self._keys[id(ref)] = ref, key
         return key
 
     def _compute(self, ref: Ref, rank: int) -> tuple[Touch, ...]:

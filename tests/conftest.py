@@ -14,10 +14,14 @@ os.environ["SLIDEDP_CACHE"] = ""  # no test sees another's plans, and nothing is
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls for the tests that ask for them
 
 import difflib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from rank_server import RankServer
@@ -143,3 +147,18 @@ def run_script(tmp_path: Path, rank_server: RankServer) -> Callable[..., str]:
         return start_script(path, *args, log_dir=tmp_path / "script", server=rank_server).wait(timeout)[0].output
 
     return run
+
+
+@pytest.fixture
+def quick_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GGUF files are read as they are, in a fifth of the time: once and not for configuration, tokenizer and model each; through
+    a plain array, for a memmap is slow to slice; and a name map is made once, not for each submodule. The test that runs the
+    quickstart does without, as its reader does.
+    """
+
+    def mapped(*args: object, **how: object) -> np.ndarray:
+        return np.memmap(*args, **how).view(np.ndarray)
+
+    monkeypatch.setattr("gguf.gguf_reader.np", SimpleNamespace(**{**vars(np), "memmap": mapped}))
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.setattr(gguf, name, functools.cache(getattr(gguf, name)))

