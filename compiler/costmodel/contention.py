@@ -54,9 +54,9 @@ that it writes some are read from the cache. Measured in steps of Qwen3-4B, GB/s
 so that the first moves no more beside copies to the device than alone, and a quarter more beside copies home."""
 
 GPU_UPDATE_WEIGHT = 1 / 6
-"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on an H200,
-Qwen3-4B, all state in HBM, every layer retains: the updates are busy for 247 ms of a step of batch 8 and 399 ms of one of batch
-16; half of the state there, 122 to 149 and 194."""
+"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on an
+H200, Qwen3-4B, all state in HBM, every layer retains: the updates are busy for 247 ms of a step of batch 8 and 399 ms of one of
+batch 16; half of the state there, 122 to 149 and 194."""
 
 
 class Resource(StrEnum):

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from slidedp.compiler.decisions import Activation, Decisions
 from slidedp.compiler.eventgraph.choices import Choices, Family, Values
@@ -24,7 +27,28 @@ SHARED_BUFFERS = {"weight slots": "weights", "cast staging": "weights", "reduce 
 CONSTANTS = ("gradient slots", "gradient sums")
 
 
-@dataclass(frozen=True, slots=True)
+class _Values:
+    """Many linears at once: a search asks thousands of selections for their largest."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        widths: dict[int, int] = {}
+        for family, values in (term for linear in linears for term in linear.terms):
+            widths[family] = max(widths.get(family, 0), len(values))
+        self._families = list(widths)
+        self._starts = np.cumsum([0, *widths.values()])[:-1]  # of each family's options among all columns
+        column = dict(zip(widths, self._starts.tolist(), strict=True))
+        self._of_option = np.zeros((sum(widths.values()), len(linears)), dtype=np.int64)
+        self._const = np.array([linear.const for linear in linears], dtype=np.int64)
+        for i, linear in enumerate(linears):
+            for family, values in linear.terms:
+                self._of_option[column[family] : column[family] + len(values), i] += values
+
+    def largest(self, selection: Sequence[int]) -> int:
+        chosen = self._starts + np.array([selection[f] for f in self._families], dtype=np.int64)
+        return int((self._const + self._of_option[chosen].sum(axis=0)).max())
+
+
+@dataclass(frozen=True)
 class MemoryRow:
     """``total + sum over maxima of their largest + largest of peaks <= budget``, in bytes, in `place` (``hbm`` of a GPU, ``host``
     of all ranks). `maxima`: each of `total`'s families alone decides a term. `peaks`: sums over many families.
@@ -42,10 +66,14 @@ class MemoryRow:
         return (*self.maxima, self.peaks) if self.peaks else self.maxima
 
     def needed(self, selection: Sequence[int]) -> int:
-        return self.total.at(selection) + sum(max(x.at(selection) for x in each) for each in self.largest)
+        return self.total.at(selection) + sum(values.largest(selection) for values in self._values)
 
     def fits(self, selection: Sequence[int]) -> bool:
         return self.needed(selection) <= self.budget
+
+    @cached_property
+    def _values(self) -> list[_Values]:
+        return [_Values(each) for each in self.largest]
 
 
 def memory_rows(layers: LayerGraph, choices: Choices, hbm_budget: int, host_budget: int) -> tuple[MemoryRow, ...]:

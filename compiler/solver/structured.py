@@ -88,6 +88,7 @@ class StructuredSearch:
         self.ends = [i for i in states if i not in self.states]
         self.home = {i: next(o for o, option in enumerate(families[i].options) if option["state"] == "host") for i in states}
         self.acts = [i for i, f in reversed(list(enumerate(families))) if f.name == "act" and len(f.options) > 1]
+        self.kept = {i: {o["act"]: at for at, o in reversed(list(enumerate(families[i].options)))} for i in self.acts}
         self.holds = [i for i, f in reversed(list(enumerate(families))) if _twin(f, 0, "weights", "hold") is not None]
         self.sources = [i for i, f in enumerate(families) if f.name == "weights" and layer_index(f.group) is not None
                         and len({option["source"] for option in f.options if option}) > 1]  # fmt: skip
@@ -109,7 +110,7 @@ class StructuredSearch:
         for count, i in enumerate(self.acts):
             leaves = count >= shape.retained and spread(count - shape.retained, shape.offloaded, below)
             wanted = "retain" if count < shape.retained else "offload" if leaves else "recompute"
-            chosen[i] = next((o for o, option in enumerate(families[i].options) if option["act"] == wanted), chosen[i])
+            chosen[i] = self.kept[i].get(wanted, chosen[i])
         for i in self.holds[: shape.held]:
             twin = _twin(families[i], chosen[i], "weights", "hold")
             chosen[i] = chosen[i] if twin is None else twin
