@@ -84,7 +84,8 @@ def run(model: Any, batch: int, case: dict[str, Any], args: argparse.Namespace, 
     line |= {
         "layers": args.layers, "slices": plan.decisions.slices, "step_s": round(step_s, 4), "times": [round(t, 3) for t in times],
         "tokens_per_s": round(batch * args.seq / step_s), "predicted_s": round(plan.simulate().step_us / 1e6, 4),
-        "planned_gib": round(memory.hbm_bytes / 2**30, 2), "planned_host_gib": round(memory.host_bytes / 2**30, 2),
+        "planned_gib": round(memory.hbm_bytes / 2**30, 2), "planned_reserved_gib": round(memory.reserved_bytes / 2**30, 2),
+        "planned_host_gib": round(memory.host_bytes / 2**30, 2),
         "peak_allocated_gib": round(allocated / 2**30, 2), "peak_reserved_gib": round(reserved / 2**30, 2),
         "reserved_to_budget": None if budget is None else round(reserved / parse_bytes(budget), 4), "losses": losses,
         "loss_to_first": max(abs(a - b) / abs(b) for a, b in zip(losses, before, strict=True))}  # fmt: skip
