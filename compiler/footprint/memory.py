@@ -27,7 +27,7 @@ from slidedp.compiler.units import format_bytes
 
 FRAGMENTATION_BYTES = 4 * 2**30 // 10
 """What torch's allocator reserves on a GPU beyond what is allocated. Measured on H200s in steps of Qwen3-4B at batch 8, 16 and
-64, plans of 4 to 125 GiB: 0.0 to 1.6 GiB more than was planned, with a budget 0.0 to 0.9; so this is within 0.5 GiB or 5 % of all.
+64, plans of 4 to 125 GiB: up to 1.6 GiB more than was planned, with a budget up to 0.9; so this is within 0.5 GiB or 5 % of all.
 """
 
 
