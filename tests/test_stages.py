@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from stage_bench import AWKWARD, Bench, Shared, compare, made
-from torch import Tensor
+from torch import Tensor, nn
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -41,6 +41,37 @@ def test_without_dropout_the_generator_is_left_alone() -> None:
     bench.runner.prologue(bench.of("prologue"))
     bench.runner.forward("L00", bench.of("L00"))
     assert not bench.runner.draws_random
+
+
+class SharedDropout(nn.Module):
+    """Layers with a dropout of their own, and one that is all layers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Dropout(0.3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3), nn.Tanh(), shared) for _ in range(3))
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_rerun_has_the_modes_of_its_forward(training: bool) -> None:
+    """Whatever the user switches in the meantime, which stays as they left it."""
+    batch = tiny_models.mlp_batch()
+    bench = Bench(made(SharedDropout)().train(training), batch, tiny_models.classification_loss)
+    torch.manual_seed(1)
+    bench.step(batch)
+    want = bench.grads
+    torch.manual_seed(1)
+    bench.up_to_loss(batch)
+    bench.model.train(not training)
+    bench.back_from_loss()
+    assert all(torch.equal(grad, want[name]) for name, grad in bench.grads.items())
+    assert {module.training for module in bench.model.modules()} == {not training}
 
 
 @pytest.mark.parametrize("name", AWKWARD)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -182,20 +182,18 @@ class Selections:
         """Context of a forward."""
         return Keeping(label, self._choices.get(self._key(stage), frozenset()))
 
-    @contextmanager
-    def replaying(self, stage: str, keeping: Keeping | None) -> Iterator[None]:
+    def replaying(self, stage: str, keeping: Keeping | None) -> AbstractContextManager[object]:
         """Context of a rerun. The first of each kind measures what the next steps keep; none after that pays for it."""
-        key = self._key(stage)
         if keeping is None:
+            return nullcontext()
+        return keeping.replay() if self._key(stage) in self._choices else self._measuring(stage)
+
+    @contextmanager
+    def _measuring(self, stage: str) -> Iterator[None]:
+        with Measuring(self._backend) as measuring:
             yield
-        elif key in self._choices:
-            with keeping.replay():
-                yield
-        else:
-            with Measuring(self._backend) as measuring:
-                yield
-            if ops := measuring.measured():
-                self._choices[key] = choose(ops, self._layers.stage(stage).activation_bytes, SELECTED_SHARE)
+        if ops := measuring.measured():
+            self._choices[self._key(stage)] = choose(ops, self._layers.stage(stage).activation_bytes, SELECTED_SHARE)
 
     def give_up(self, stage: str) -> bool:
         """Nothing is kept of stages of this kind, if that is yet to be measured: there is no memory to do it."""

@@ -20,8 +20,8 @@ engine's order would need another full-size temporary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -32,6 +32,7 @@ from slidedp.compiler.decisions import Activation
 from slidedp.executor.devices.backend import Backend
 from slidedp.executor.stages.binding import Binding
 from slidedp.executor.stages.gradients import GradientSlots
+from slidedp.executor.stages.modes import Modes
 from slidedp.executor.stages.saved import SavedTensors, enter
 from slidedp.executor.stages.selective import Keeping, Selections
 from slidedp.executor.stages.stage_graph import Gradients, Graph, Slots, Weights, edges_of
@@ -59,7 +60,7 @@ class StageRunner:
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
         self.values = StageValues(trace.programs, backend.device)
-        self._surroundings = Surroundings(binding, backend)
+        self._surroundings, self._modes = Surroundings(binding, backend), Modes(trace, binding.model)
         self._selections = Selections(trace.graph, binding.model, backend)
         self._slots = slots or GradientSlots(binding.groups)
         self.clear()
@@ -87,19 +88,7 @@ class StageRunner:
         self._training = training
         self.values.start(batch)
         self._binding.bind_buffers(self._backend.device)
-        self._modes = [(module, module.training) for module in self._binding.model.modules()]
-
-    @contextmanager
-    def _modes_of_the_step(self) -> Iterator[None]:
-        """Modules in the mode that their forward had, whatever ``eval()`` or ``train()`` has been called since."""
-        changed = [(module, mode) for module, mode in self._modes if module.training != mode]
-        for module, mode in changed:
-            module.training = mode
-        try:
-            yield
-        finally:
-            for module, mode in changed:
-                module.training = not mode
+        self._modes.start()
 
     def prologue(self, weights: Weights) -> None:
         program = self._programs[self._first]
@@ -143,7 +132,7 @@ class StageRunner:
         inputs = self.values.inputs_of(stage)
         graph.saved.bind(weights, inputs)
         program = self._programs[stage]
-        with self._as_in_its_forward(stage), torch.enable_grad():
+        with self._modes.as_they_were(stage), self._surroundings.as_before(self._kept[stage]), torch.enable_grad():
             entered = enter({name: inputs[name] for name in program.grad_inputs})
             args = [entered.get(name, inputs[name]) for name in program.inputs]
             with self._selections.replaying(stage, graph.keeping):
@@ -177,7 +166,7 @@ class StageRunner:
             program = self._programs[stage]
             saved = self._saved(program, keep=True)
             self._bind(weights)
-            with self._as_in_its_forward(stage):
+            with self._modes.as_they_were(stage), self._surroundings.as_before(self._kept[stage]):
                 graph, _ = self._record(program, self.values.inputs_of(stage), weights, saved)
             self.values.graphs[stage] = graph
         elif graph.saved is not None:
@@ -284,12 +273,6 @@ class StageRunner:
                 outputs = self._call(program, [entered.get(name, inputs[name]) for name in program.inputs])
         edges = {name: get_gradient_edge(value) for name, value in entered.items()}
         return Graph(edges, edges_of(program, outputs), weights, saved, keeping), outputs
-
-    @contextmanager
-    def _as_in_its_forward(self, stage: str) -> Iterator[None]:
-        """Context of running a layer again."""
-        with self._modes_of_the_step(), self._surroundings.as_before(self._kept[stage]):
-            yield
 
     def _call(self, program: StageProgram, args: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = program.fn(self._binding.model, *args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,9 +74,12 @@ class Surroundings:
             changed.buffers = {name: before.snapshot[name] for name in self._changed_buffers(program, before)}
         return changed
 
-    @contextmanager
-    def as_before(self, changed: Changed) -> Iterator[None]:
+    def as_before(self, changed: Changed) -> AbstractContextManager[None]:
         """Context of a recompute: everything as before the forward; afterwards as it was found."""
+        return nullcontext() if changed.rng is None and not changed.buffers else self._set_back(changed)
+
+    @contextmanager
+    def _set_back(self, changed: Changed) -> Iterator[None]:
         store = self._store()
         now = {name: store.get(name) for name in changed.buffers}
         then = {name: value.clone() for name, value in changed.buffers.items()}  # to write to: it may have to be repeated
