@@ -26,12 +26,15 @@ _OWNED = "_slidedp_owned"
 
 
 class Leaves(list[Tensor]):
-    """A group's parameters as autograd leaves over a slot (:meth:`Binding.leaves`). `views`: other tensors over the same memory,
-    kept because each backward asks for the same ones (saved.py); they need the slot for no longer than the leaves do.
+    """A group's parameters as autograd leaves over a slot (:meth:`Binding.leaves`). It does not change.
+
+    `trainable`: those that require a gradient. `views`: other tensors over the same memory, kept because each backward asks for
+    the same ones (saved.py); they need the slot for no longer than the leaves do.
     """
 
     def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
         super().__init__(leaves)
+        self.trainable = [leaf for leaf in self if leaf.requires_grad]
         self.views: dict[Geometry, Tensor] = {}
 
 

@@ -59,6 +59,7 @@ class StageRunner:
         self.labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
+        self._staying = {p.name: frozenset(p.inputs).difference(p.grad_inputs) for p in trace.programs}
         self.values = StageValues(trace.programs, backend.device)
         self._surroundings, self._modes = Surroundings(binding, backend), Modes(trace, binding.model)
         self._selections = Selections(trace.graph, binding.model, backend)
@@ -231,7 +232,7 @@ class StageRunner:
             if name in self.values.grads:  # from later stages: the engine adds this stage's contributions on top, one by one
                 outputs.append(value)
                 seeds.append(self.values.grads[name])
-        params = {group: [w for w in graph.weights[group] if w.requires_grad] for group in slots}
+        params = {group: graph.weights[group].trainable for group in slots}
         sources = [*graph.inputs.values(), *(w for ws in params.values() for w in ws)]
         # torch takes edges and tensors side by side, which its annotation does not say
         ends, starts = cast(list[Tensor], outputs), cast(list[Tensor], sources)
@@ -261,7 +262,7 @@ class StageRunner:
             self._binding.bind(group, views)
 
     def _saved(self, program: StageProgram, keep: bool) -> SavedTensors:
-        return SavedTensors(self.labels[program.name], keep, stay=set(program.inputs).difference(program.grad_inputs))
+        return SavedTensors(self.labels[program.name], keep, stay=self._staying[program.name])
 
     def _record(self, program: StageProgram, inputs: Mapping[str, Tensor], weights: Weights, saved: SavedTensors,
                 keeping: Keeping | None = None) -> tuple[Graph, Sequence[Tensor]]:
