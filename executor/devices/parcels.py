@@ -52,7 +52,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, t: Tensor) -> Geometry:
-        return cls(t.dtype, t.storage_offset(), t.size(), t.stride())  # type: ignore[arg-type]
+        return tuple.__new__(cls, (t.dtype, t.storage_offset(), t.size(), t.stride()))  # the class itself takes twice as long
 
     def over(self, memory: Tensor, start: int = 0) -> Tensor:
         """The tensor over the storage of `memory`, where its own storage would begin `start` bytes in."""

@@ -96,9 +96,16 @@ class SavedTensors:
 
         Inputs that are not bound are saved like anything else.
         """
-        of_weights = {f"weights of {group}": _Memory(leaves[0], leaves.views) for group, leaves in weights.items() if leaves}
-        self._memory |= of_weights | {name: _Memory(t, {}) for name, t in inputs.items()}
-        self._names = {storage_of(memory.tensor): name for name, memory in self._memory.items()}
+        memory = {f"weights of {group}": (leaves[0], leaves.views) for group, leaves in weights.items() if leaves}
+        memory |= {name: (t, {}) for name, t in inputs.items()}
+        moved = {name: _Memory(*new) for name, new in memory.items() if not self._lies_in(name, new[0])}
+        if moved:
+            self._memory |= moved
+            self._names = {storage_of(tensor): name for name, (tensor, _) in self._memory.items()}
+
+    def _lies_in(self, name: str, tensor: Tensor) -> bool:
+        """True if the memory of this name is bound to `tensor` already."""
+        return name in self._memory and self._memory[name].tensor is tensor
 
     def borrows(self, t: Tensor) -> bool:
         """True if `t` lies in memory that is somebody else's after the backward: a function may return what it has saved."""
@@ -118,7 +125,7 @@ class SavedTensors:
         """
         self._empty = {i: holder for i, holder in self._holders() if holder.empty}
         if self._empty:
-            self._next, self._last = 0, max(self._empty)
+            self._next, self._last = 0, next(reversed(self._empty))
             try:
                 self._run_again(run)
             except BaseException:  # whoever tries again begins with nothing
@@ -131,7 +138,7 @@ class SavedTensors:
 
     def _run_again(self, run: Callable[[], object]) -> None:
         try:
-            with saved_tensors_hooks(self._repack, _same):
+            with saved_tensors_hooks(self._repack, self._unpack):
                 run()
         except _Stop:
             return
@@ -201,29 +208,34 @@ class SavedTensors:
         return holder
 
     def _pack_empty(self, t: Tensor) -> _Holder | _Located | Tensor:
-        name = self._names.get(t.untyped_storage()._cdata, "")
-        self._signatures.append((name, t.shape, t.dtype))
-        if name:
+        name = self._names.get(t.untyped_storage()._cdata)
+        if name is not None:
             return self._locate(name, t)
+        self._signatures.append(("", t.shape, t.dtype))
         holder = _Holder()
         self._saves.append(ref(holder))
         return holder
 
     def _locate(self, name: str, t: Tensor) -> _Located | Tensor:
-        located = _Located(name, Geometry.of(t))
-        self._saves.append(located)
+        geometry = Geometry.of(t)
+        if not self._keep:
+            self._signatures.append((name, geometry.size, geometry.dtype))
+        self._saves.append(located := _Located(name, geometry))
         return t.detach() if name in self._stay else located
 
-    def _repack(self, t: Tensor) -> Tensor:
+    def _repack(self, t: Tensor) -> _Located | Tensor:
         index = self._next
         self._next += 1
-        signature = self._names.get(t.untyped_storage()._cdata, ""), t.shape, t.dtype
+        name = self._names.get(t.untyped_storage()._cdata, "")
+        signature = name, t.shape, t.dtype
         before = self._signatures[index] if index < len(self._signatures) else _NOTHING_MORE
         if signature != before and before is not None:
             raise RuntimeError(
                 f"{self._label} saved {_describe(before)} in its forward, but {_describe(signature)} in its place (number "
                 f"{index}) when it was run again for its backward; {_REMEDY}"
             )
+        if name and isinstance(located := self._saves[index], _Located):
+            return located  # as in the forward: it is this tensor, should the layer ask for a gradient itself
         value, holder = t.detach(), self._empty.get(index)
         if holder is not None:
             holder.value, holder.version = value, t._version
@@ -297,10 +309,6 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("nothing lies before a stage's inputs")
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def _describe(signature: _Signature | str) -> str:
