@@ -69,7 +69,7 @@ def planned(name: str, rank: int, world: int) -> Trained:
 
 
 def families(*names: str) -> dict[str, dict[str, Any]]:
-    """By family of `names`, on rank 0 the worst norm-wise differences from plain PyTorch and where; on all a digest and losses."""
+    """By family of `names`, on rank 0 the worst norm-wise differences from plain PyTorch and where; on all, digest and losses."""
     rank, world = start()
     out = {}
     for name in names:
