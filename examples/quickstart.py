@@ -7,6 +7,7 @@ The text is the prose of Python's own language reference, which every CPython ca
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -17,6 +18,7 @@ from pydoc_data.topics import topics
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
+import gguf
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
@@ -34,10 +36,11 @@ def main() -> None:
     started = time.perf_counter()
 
     # 1. A model and its tokenizer, both out of the GGUF file. Its quantized weights become FP32 master weights.
-    gguf = find_gguf()
-    print(f"loading {gguf.name} (135 M parameters)", flush=True)
-    file = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    file["config"] = AutoConfig.from_pretrained(**file)  # once: each of the others would read the file for it again
+    found = find_gguf()
+    print(f"loading {found.name} (135 M parameters)", flush=True)
+    read_once()
+    file = {"pretrained_model_name_or_path": found.parent, "gguf_file": found.name}
+    file["config"] = AutoConfig.from_pretrained(**file)  # else each of the others makes its own
     tokenizer = AutoTokenizer.from_pretrained(**file)
     model = AutoModelForCausalLM.from_pretrained(**file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
 
@@ -99,6 +102,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("quickstart-out"))
     return parser.parse_args()
+
+
+def read_once() -> None:
+    """transformers would read a GGUF file anew for configuration, tokenizer and model: 25 s of a CPU instead of 9."""
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
 
 
 def find_gguf() -> Path:
