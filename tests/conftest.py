@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -156,6 +155,8 @@ def quick_gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     a plain array, for a memmap is slow to slice; and a name map is made once, not for each submodule. The test that runs the
     quickstart does without the array, as the quickstart does.
     """
+
+    import gguf  # not above: GPU machines do without it
 
     def mapped(*args: object, **how: object) -> np.ndarray:
         return np.memmap(*args, **how).view(np.ndarray)
