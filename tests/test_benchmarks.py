@@ -67,11 +67,24 @@ def test_bounds_are_by_what_was_measured_before_and_after():
     from throughput import bounds
 
     before, after = (replace(load_profile("h200x1"), host_dram_gbps=gbps, duplex_gbps=50.0) for gbps in (160.0, 240.0))
-    host = {"step_s": 1.0, "reference_s": 0.5, "loads_s": {"host": 1.0, "links": 0.2}}
+    host = {"step_s": 1.0, "reference_s": 0.5, "loads_s": {"host": 1.0, "links": 0.2}, "mixed_gbps": [150.0, 210.0],
+            "traffic_gb": {"cpu": 120.0, "h2d": 32.0, "d2h": 10.0}}  # fmt: skip
     assert bounds(host, before, after) == {
-        "host_dram_gbps": [160.0, 240.0], "bounds_s": {"host": 0.8, "links": 0.2}, "bound_over_step": 0.8}
-    assert bounds(host | {"reference_s": 0.9}, before, after)["bound_over_step"] == 0.9
-    assert bounds(host | {"reference_s": None}, before, before)["bound_over_step"] == 1.0
+        "host_dram_gbps": [160.0, 240.0], "bounds_s": {"host": 0.9, "host_at_peak": 0.8, "links": 0.2}, "bound_over_step": 0.9,
+        "peak_bound_over_step": 0.8}  # fmt: skip
+    assert bounds(host | {"reference_s": 0.95}, before, after)["bound_over_step"] == 0.95
+    unmixed = bounds(host | {"reference_s": None, "mixed_gbps": []}, before, before)
+    assert unmixed["bound_over_step"] == unmixed["peak_bound_over_step"] == 1.0
+
+
+def test_what_a_plans_traffic_gets():
+    """In what proportions it is moved: as much as its updates call for, in whole copies."""
+    from mixture import mixed_gbps
+
+    from slidedp.compiler.ops import Stream
+
+    assert mixed_gbps({Stream.CPU: 0, Stream.H2D: 8, Stream.D2H: 8}) is None
+    assert mixed_gbps({Stream.CPU: 28, Stream.H2D: 4, Stream.D2H: 2}, num_threads=1) > 0
 
 
 def test_rates_of_copies():

@@ -8,9 +8,11 @@ what the GPU alone could do. One JSON line a run; ratios are what to quote, sinc
 SwiGLU) are used on both sides where installed; the reference's loss is Liger's fused linear cross-entropy, a plan's is made in
 chunks. Host memory is the process's proportional set size.
 
-`bounds_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic at
-the rate of the profile, and its copies at theirs. With `--measure` the machine is measured before and after each plan, for
-neighbours come and go (`host_dram_gbps`, of both); the plan is made for the former, its bounds are by the mean of both.
+`bounds_s`: the least that a plan's step can take here: the longest of the reference's step, the plan's host memory traffic and
+its copies at the rates of the profile. With `--measure` the machine is measured before and after each plan, for neighbours come
+and go; the plan is made for the former, its bounds are by the mean of both. `host`: at what its own mixture of updates and copies
+gets when nothing holds it up (`mixed_gbps`, see mixture.py); `host_at_peak`: at the most that any gets (`host_dram_gbps`).
+`bound_over_step` and `peak_bound_over_step` are by one and the other.
 `mean_s`: of the measured steps; where the host binds they differ by a third, and the next ones make up for it.
 `gc_s`: full garbage collections during the steps, in which no thread of Python's runs.
 `issuing_s`: for how long ops ran while the host was still issuing them. Much of it for `gpu`: the host's Python holds it up.
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from copies import copy_gbps
 from device import DEVICE, full_collections, peak_gib, pss_bytes, reset_peak, stolen, thin
+from mixture import mixed_gbps, traffic_bytes
 from models import build, tokens
 from peers import compute_only
 
@@ -47,7 +50,7 @@ from slidedp.hardware import load_profile
 THIN_FROM = 6_000_000_000
 """Parameters from which on host memory does not hold the model's own weights beside a plan's state."""
 
-ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm")
+ARGUMENTS = ("solver", "hbm_budget", "max_grad_norm", "num_threads")
 """Keys of a case that are arguments of `slidedp.compile`; the others are its policy."""
 
 
@@ -59,7 +62,7 @@ def main() -> None:
     first: dict[int, float] = {}
     for case in cases(args.case):
         for batch in args.batch:  # a plan each: what fits one batch is another's waste
-            line = run(model, batch, case, profile, args, reference.get(batch), first)
+            line = run(model, batch, case, profile, args, reference.get(batch), first, mixed=args.measure)
             if line is not None:
                 before, profile = profile, this_machine(args)
                 print(json.dumps(line | bounds(line, before, profile)), flush=True)
@@ -81,11 +84,14 @@ def this_machine(args: argparse.Namespace) -> slidedp.HardwareProfile:
 
 def bounds(line: dict[str, Any], before: slidedp.HardwareProfile, after: slidedp.HardwareProfile) -> dict[str, Any]:
     """What bounds the step of a `line` whose plan was made for `before`: seconds by resource, and how near the step comes."""
-    host = line["loads_s"]["host"] * before.host_dram_gbps * 2 / (before.host_dram_gbps + after.host_dram_gbps)
+    peak = line["loads_s"]["host"] * before.host_dram_gbps * 2 / (before.host_dram_gbps + after.host_dram_gbps)
     links = line["loads_s"]["links"] * before.duplex_gbps * 2 / (before.duplex_gbps + after.duplex_gbps)
-    bound = max(line["reference_s"] or 0.0, host, links)
+    host = sum(line["traffic_gb"].values()) / statistics.mean(line["mixed_gbps"]) if line["mixed_gbps"] else peak
+    reference = line["reference_s"] or 0.0
     return {"host_dram_gbps": [before.host_dram_gbps, after.host_dram_gbps],
-            "bounds_s": {"host": round(host, 3), "links": round(links, 3)}, "bound_over_step": round(bound / line["step_s"], 3)}
+            "bounds_s": {"host": round(host, 3), "host_at_peak": round(peak, 3), "links": round(links, 3)},
+            "bound_over_step": round(max(reference, host, links) / line["step_s"], 3),
+            "peak_bound_over_step": round(max(reference, peak, links) / line["step_s"], 3)}
 
 
 def measured_references(args: argparse.Namespace) -> dict[int, float]:
@@ -101,8 +107,10 @@ def measured_references(args: argparse.Namespace) -> dict[int, float]:
 
 
 def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argparse.Namespace, reference_s: float | None,
-        first: dict[int, float]) -> dict[str, Any] | None:
-    """One plan; None if there is none. `first`: seconds of a step by batch, of the first case that ran it."""
+        first: dict[int, float], *, mixed: bool = False) -> dict[str, Any] | None:
+    """One plan; None if there is none. `first`: seconds of a step by batch, of the first case that ran it. `mixed`: measures what
+    its traffic gets of host memory, before its steps and after them.
+    """
     arguments = {key: case[key] for key in ARGUMENTS if key in case}
     policy = {key: value for key, value in case.items() if key not in ARGUMENTS}
     thin(model) if num_params(model) > THIN_FROM else model.to("cpu", torch.float32)  # the plan before has left it whole
@@ -119,7 +127,10 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         plan.run(tokens(batch, args.seq, args.size))
         plan.synchronize()
         print(f"ran the first step in {time.perf_counter() - started:.1f} s\n{plan}", flush=True)
-        reset_peak()  # without what planning took to measure the stages
+        traffic, gbps = traffic_bytes(plan), list[float | None]()
+        if mixed:
+            gbps.append(mixed_gbps(traffic, case.get("num_threads")))
+        reset_peak()  # without what planning and measuring took
         predicted = plan.simulate()
         num_steps = max(args.steps, math.ceil(args.seconds * 1e6 / predicted.step_us))
         with full_collections() as pauses, stolen() as fraction:
@@ -130,6 +141,8 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
         peak = {"host_gib": round(host_bytes / 2**30, 1), "host_bytes_per_param": round(host_bytes / num_params(model), 2),
                 "planned_gib": round(plan.memory().hbm_bytes / 2**30, 2)}
         measured = plan.measure(tokens(batch, args.seq, args.size) for _ in range(3))
+        if mixed:
+            gbps.append(mixed_gbps(traffic, case.get("num_threads")))
         loads = {str(r): share * predicted.step_us / 1e6 for r, share in predicted.resources.items()}
         over_first = step_s / first.setdefault(batch, step_s)
         line = facts("slidedp", args, batch, times, case=case, **peak, gc_s=[round(p, 3) for p in pauses],
@@ -140,6 +153,8 @@ def run(model: Any, batch: int, case: dict[str, Any], profile: Any, args: argpar
                measured_over_predicted=round(step_s / (predicted.step_us / 1e6), 3),
                to_reference=round(reference_s / step_s, 3) if reference_s else None,
                reference_s=reference_s,
+               traffic_gb={str(s): round(num / 1e9, 2) for s, num in traffic.items()},
+               mixed_gbps=[rate for rate in gbps if rate is not None],
                loads_s={key: loads.get(name, 0.0) for key, name in (("host", "host memory"), ("links", "root"))},
                waits_s={str(kind): round(us / 1e6, 3) for kind, us in predicted.exposed_by.items()}
                | {"measured": round(measured.exposed_us / 1e6, 3)},
