@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from slidedp.compiler.ops import Stream
+from slidedp.compiler.ops import MOST_AHEAD, Stream
 from slidedp.executor.streams import turns
 from slidedp.executor.streams.pulse import Pulse, place_of
 from slidedp.executor.streams.tickets import Aborted, Ticket
@@ -45,6 +46,7 @@ class OpStream(Worker):
         self._completing: Ticket | None = None
         self._completer: threading.Thread | None = None
         self._completer_lock = threading.Lock()
+        self._ahead: deque[Any] | None = deque() if device is not None and stream is Stream.GPU else None
         super().__init__(stream, streams, enter)
 
     def _enqueue(self, ticket: Ticket, fn: Task, waits: Sequence[Ticket], before: Task | None, deadline: int) -> None:
@@ -60,6 +62,8 @@ class OpStream(Worker):
         streams, device = self._streams, self.device
         self._current = ticket  # before the look at `error`: an abort sets `error` first and looks here second
         try:
+            if self._ahead is not None and len(self._ahead) == MOST_AHEAD:
+                self._ahead.popleft().synchronize()
             streams.check()
             self._hold(ticket, waits, before)
             if streams.delay is not None:
@@ -74,8 +78,10 @@ class OpStream(Worker):
                 streams.pulse.ended(self.stream)
             if device is not None:
                 tracked = ticket.tracked or timing
-                ticket.event = device.record(blocking=tracked, timing=timing)
+                ticket.event = device.record(blocking=tracked or self._ahead is not None, timing=timing)
                 ticket._mark_issued()
+                if self._ahead is not None:
+                    self._ahead.append(ticket.event)
                 if timing and streams.issues is not None:
                     streams.issues(ticket.name, self.stream, start, time.perf_counter())
                 if tracked or ticket.tracked:
