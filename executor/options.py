@@ -17,9 +17,8 @@ PEER_ABSENCE_S = 300.0
 
 
 def update_threads(device: torch.device, world_size: int) -> int:
-    """CPU threads of a rank's update: its share of the cores, less two for those that issue work to a GPU."""
-    share = max(len(os.sched_getaffinity(0)) // world_size, 1)
-    return share - 2 if device.type == "cuda" and share >= 8 else share
+    """CPU threads of a rank's update: its share of the cores. Those that issue work to a GPU go first: see `update_niceness`."""
+    return max(len(os.sched_getaffinity(0)) // world_size, 1)
 
 
 def update_niceness(device: torch.device) -> int:
