@@ -164,8 +164,10 @@ def auto_plan(problem: Problem, rule: Decisions, *, hint: Decisions | None = Non
 
 
 def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], enough_us: float) -> tuple[Decisions, int] | None:
-    """The structured plan under plain or under corrected durations, whichever simulates faster, and its simulated step, improved
-    by `descended` unless that is `enough_us`; None if none fits.
+    """The structured plan under plain or under corrected durations, or that plan with all state in HBM, whichever simulates
+    faster, and its simulated step, improved by `descended` unless that is `enough_us`; None if none fits.
+
+    All state in HBM leaves the cores idle, which lets the host issue compute sooner: no durations of ops say that.
     """
 
     @cache
@@ -176,8 +178,8 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], eno
     for factors in ({}, scale)[: 1 + bool(scale)]:
         search = StructuredSearch(problem.graph(choices, factors), problem.rows(choices))
         shape = search.run()
-        if shape is not None:
-            found.append((simulated(search.selection(shape)), search, shape))
+        shapes = (shape, None if shape is None else search.all_resident(shape))
+        found += [(simulated(search.selection(s)), search, s) for s in shapes if s is not None]
     if not found:
         return None
     best_us, search, shape = min(found, key=lambda start: start[0])
@@ -234,13 +236,16 @@ def correct(scale: dict[str, float], problem: Problem, choices: Choices, solutio
     """Brings durations towards what was simulated. False if they are there already: the rest is the model's own.
 
     As far as makes the event graph's step that of the simulation: what shares with others what the step is bound by takes longer,
-    too, and that bound is in the graph already. Compute is slowed by updates in HBM alone, whose time is the graph's as well.
+    too, and that bound is in the graph already. Compute is slowed by updates in HBM, whose time is the graph's as well, and takes
+    longer where the host is late to issue it.
     """
     solved = problem.graph(choices, scale).busy_us(solution.selection)
     wanted = {str(stream): scale.get(stream, 1.0) * us / solved[stream] for stream, us in timeline.busy_us.items()
               if stream is not Stream.GPU and solved.get(stream)}  # fmt: skip
     for stream, factors in timeline.stretched.items():
         wanted |= factors if stream not in (Stream.GPU, Stream.UPDATE) else {}
+    if timeline.late_us:
+        wanted[str(Stream.GPU)] = 1 / (1 - timeline.late_us / timeline.busy_us[Stream.GPU])
     wanted = {name: factor for name, factor in wanted.items() if abs(factor / scale.get(name, 1.0) - 1) > GAP}
     if not wanted:
         return False

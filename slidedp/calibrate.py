@@ -26,6 +26,9 @@ from slidedp.executor.stages.binding import share_buffers
 if TYPE_CHECKING:
     from slidedp.settings import Settings
 
+METHOD = 2
+"""Of measuring; raised when what it finds is no longer what an earlier one has kept."""
+
 
 def measured_stages(
     model: nn.Module, trace: Trace, batch: Mapping[str, Tensor], settings: Settings, collectives: Collectives
@@ -62,7 +65,7 @@ def kept_stages(model: nn.Module, trace: Trace, settings: Settings) -> Path | No
     kinds = sorted({s.kind_key for s in trace.graph.stages})
     dtypes = [str(settings.compute_dtype), str(settings.grad_dtype)]
     machine = machine_hash(settings.device.type, settings.world_size)
-    key = content_hash([trace.graph.model, kinds, trace.head_chunks, dtypes, code_of(model), machine])
+    key = content_hash([METHOD, trace.graph.model, kinds, trace.head_chunks, dtypes, code_of(model), machine])
     return settings.cache_dir / f"stages-{key}.yaml" if settings.cache_dir else None
 
 

@@ -55,10 +55,21 @@ so that all together move hardly more beside copies to the device than the updat
 Both are scaled so that all three at once, in the proportion in which they were measured, take what they move: see
 `Contention.beside`."""
 
-GPU_UPDATE_WEIGHT = 1 / 6
+ISSUED_BESIDE_CORES = 1.8
+"""How many times as long it takes to issue compute beside updates: their threads take turns with the one that issues, and what
+it needs is out of the caches. An H200 of 16 cores, Qwen3-4B, of a layer's forward, recompute and backward together: 7.3 ms
+alone; beside nothing but 16 update threads of niceness 10, and copies, 8.9 to 11.6, beside 14 of them 10.4 to 15.1; in a step
+with all state on the host 14.6. With COPY_ISSUE_US this gives the GPU's busy time of ten plans of batch 8 within 4 %, or 17 to
+25 % too short where nearly all state is on the host and a third of the layers or more retain."""
+
+COPY_ISSUE_US = 100
+"""For how long issuing a copy keeps the thread that issues compute waiting: of the interpreter there is one."""
+
+GPU_UPDATE_WEIGHT = 1 / 4
 """How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on an
-H200, Qwen3-4B, all state in HBM, every layer retains: the updates are busy for 247 ms of a step of batch 8 and 399 ms of one of
-batch 16; half of the state there, 122 to 149 and 194."""
+H200, Qwen3-4B, batch 8, all state in HBM: the updates are busy for 216 ms of a step in which every layer retains and for 257 ms
+of one in which all recompute; with half of the state there 104 to 111 ms. In smaller pieces they took 247 ms, and 399 at batch
+16."""
 
 
 class Resource(StrEnum):
@@ -112,11 +123,16 @@ COMPUTES = Draw(((Resource.GPU, 1.0),))
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Who shares what on machine `hw` with `world_size` ranks. `num_bytes`: by op name, where it is not `op.bytes`."""
+    """Who shares what on machine `hw` with `world_size` ranks.
+
+    `num_bytes`: by op name, where it is not `op.bytes`. `issue_us`: by op name, how long a host thread takes to issue it, where
+    that is known.
+    """
 
     hw: HardwareProfile
     world_size: int = 1
     num_bytes: Mapping[str, int] = field(default_factory=dict)
+    issue_us: Mapping[str, int] = field(default_factory=dict)
     share: float = field(init=False)
     homeward: float = field(init=False)
 

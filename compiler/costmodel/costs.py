@@ -23,12 +23,11 @@ from slidedp.compiler.layergraph import ITEMSIZE
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
 from slidedp.compiler.strict import content_hash
 
-HBM_UPDATE_BYTES_PER_PARAM = 45
+HBM_UPDATE_BYTES_PER_PARAM = 48
 """Device memory traffic of an update in HBM, in effect. Measured on an H200, Qwen3-4B, every layer retains: 4.02 G parameters
-updated beside a step's compute make it longer by 52 ms (batch 16) and 28 ms (batch 8), the time of 55 and 29 bytes each at 4200
-GB/s. The least is 28: master and two moments read and written, gradient read, weights written; an FP32 copy of the gradient is 8
-more.
-"""
+updated beside a step's compute make it longer by 52 ms (batch 16), 28 and 52 ms (batch 8, on two machines): the time of 55 and
+29 bytes each at 4200 GB/s. The least is 28: master and two moments read and written, gradient read, weights written; an FP32
+copy of the gradient is 8 more."""
 
 
 @runtime_checkable
@@ -135,7 +134,8 @@ class AnalyticCostModel:
 
 @dataclass(frozen=True)
 class ResolvedCosts:
-    """Microseconds, bytes and source of every op of one graph. `name` and `hash`: the model's.
+    """Microseconds, bytes and source of every op of one graph. `name` and `hash`: the model's. `issue_us`: how long a host thread
+    takes to issue an op, of those whose duration was measured on a device.
 
     Sources: ``user``, ``measured`` (a stage on this machine), ``measured table`` (of the profile), ``analytic``.
     """
@@ -145,6 +145,7 @@ class ResolvedCosts:
     durations_us: dict[str, int]
     num_bytes: dict[str, int]
     sources: dict[str, str]
+    issue_us: dict[str, int]
 
     def duration_us(self, op: Op) -> int:
         return self.durations_us[op.name]
@@ -167,14 +168,16 @@ def resolve(
     of 0 or more.
     """
     costs = WithFallback(analytic, user, measured)
-    durations, num_bytes, sources = {}, {}, {}
+    durations, num_bytes, sources, issues = {}, {}, {}, {}
     for op in ops:
         durations[op.name], sources[op.name] = costs.sourced_duration_us(op, hw)
         num_bytes[op.name] = costs.bytes(op, hw)
+        if measured is not None and sources[op.name] == MEASURED and (issue_us := measured.issue_us(op)):
+            issues[op.name] = issue_us
     name, identity = _name(user), _hash(user, hw)
     if measured and measured.measurement:
         name, identity = f"{name} with measured stages", content_hash([identity, measured.content_hash()])
-    return ResolvedCosts(name, identity, durations, num_bytes, sources)
+    return ResolvedCosts(name, identity, durations, num_bytes, sources, issues)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ was measured is YAML: in the cache directory, and in plan files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ MEASURED = "measured"
 """The source of a cost that came from here."""
 
 PHASES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.EPILOGUE, OpKind.RECOMPUTE, OpKind.BACKWARD)
-ROW_KEYS = ("kind", "phase", "act", "duration_us", "peak_bytes", "kept_bytes")
+ROW_KEYS = ("kind", "phase", "act", "duration_us", "peak_bytes", "kept_bytes", "issue_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class PhaseCost:
 
     `peak_bytes`: device memory in use at most during the phase, beyond what was at its start; `kept_bytes`: what is still there
     at its end, negative for a phase that frees more than it makes. Both None where nothing counts them (the CPU).
+    `duration_us`: on a device that is busy ahead and never waits to be told what to do; `issue_us`: how long a host thread takes
+    to issue the phase, None where the host is the device.
     """
 
     kind_key: str
@@ -37,9 +39,11 @@ class PhaseCost:
     duration_us: int
     peak_bytes: int | None = None
     kept_bytes: int | None = None
+    issue_us: int | None = None
 
     def to_content(self) -> dict[str, Any]:
-        values = (self.kind_key, str(self.phase), str(self.act), self.duration_us, self.peak_bytes, self.kept_bytes)
+        key = (self.kind_key, str(self.phase), str(self.act))
+        values = (*key, self.duration_us, self.peak_bytes, self.kept_bytes, self.issue_us)
         return dict(zip(ROW_KEYS, values, strict=True))
 
 
@@ -87,6 +91,11 @@ class MeasuredCosts:
         cost = self.phase(op.stage, op.kind) if op.kind in PHASES else None
         return None if cost is None else cost.duration_us
 
+    def issue_us(self, op: Op) -> int:
+        """0 if it is not known."""
+        cost = self.phase(op.stage, op.kind) if op.kind in PHASES else None
+        return 0 if cost is None else cost.issue_us or 0
+
     def content_hash(self) -> str:
         """A hash of the costs, not of the time that measuring them took."""
         return content_hash([p.to_content() for p in self.measurement.phases])
@@ -95,10 +104,7 @@ class MeasuredCosts:
 def slowest(ranks: list[list[int]], mine: Measurement) -> Measurement:
     """`mine` with the largest duration of any rank. `ranks`: each one's, in the order of `mine`."""
     longest = [max(values) for values in zip(*ranks, strict=True)]
-    phases = tuple(
-        PhaseCost(p.kind_key, p.phase, p.act, us, p.peak_bytes, p.kept_bytes) for p, us in zip(mine.phases, longest, strict=True)
-    )
-    return Measurement(phases, mine.seconds)
+    return Measurement(tuple(replace(p, duration_us=us) for p, us in zip(mine.phases, longest, strict=True)), mine.seconds)
 
 
 def read_measurement(content: object, where: str) -> Measurement:
@@ -111,7 +117,7 @@ def read_measurement(content: object, where: str) -> Measurement:
 
 def _phase(content: object, where: str) -> PhaseCost:
     row = as_mapping(content, where)
-    check_keys(row, ROW_KEYS, where)
+    check_keys(row, ROW_KEYS, where, required=ROW_KEYS[:-1])
     if row["phase"] not in PHASES:
         raise ValueError(f"{where}: phase: {row['phase']!r} is unknown; allowed: {', '.join(PHASES)}")
     if row["act"] not in tuple(Activation):
@@ -119,4 +125,6 @@ def _phase(content: object, where: str) -> PhaseCost:
     duration = as_int(row["duration_us"], f"{where}: duration_us")
     peak = None if row["peak_bytes"] is None else as_int(row["peak_bytes"], f"{where}: peak_bytes")
     kept = None if row["kept_bytes"] is None else as_int(row["kept_bytes"], f"{where}: kept_bytes", minimum=-(2**62))
-    return PhaseCost(as_str(row["kind"], f"{where}: kind"), OpKind(row["phase"]), Activation(row["act"]), duration, peak, kept)
+    issue = None if row.get("issue_us") is None else as_int(row["issue_us"], f"{where}: issue_us")
+    key = as_str(row["kind"], f"{where}: kind"), OpKind(row["phase"]), Activation(row["act"])
+    return PhaseCost(*key, duration, peak, kept, issue)

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 from itertools import groupby
 
-from slidedp.compiler.costmodel.contention import Contention, Draw, Resource, fill, work_us
+from slidedp.compiler.costmodel.contention import COMPUTE, Contention, Draw, Resource, fill, work_us
 from slidedp.compiler.ops import Op, OpGraph, OpKind, Stream
+from slidedp.compiler.simulation.issuing import Issuing
 from slidedp.compiler.simulation.timeline import Leg, Span, Timeline, measured_timeline
 
 __all__ = ["Leg", "Span", "Timeline", "measured_timeline", "simulate"]
@@ -50,7 +51,7 @@ def simulate(
     farthest = max((edge.distance for edge in graph.edges), default=0)
     steps = num_steps or max(FEWEST_STEPS, 3 * farthest)
     while True:
-        run = _Run(graph, durations, draws, steps)
+        run = _Run(graph, durations, draws, Issuing(graph.ops, contention.issue_us, steps) if contention else None, steps)
         run.to_the_end()
         if num_steps or steps >= MOST_STEPS or run.steady:
             return run.timeline()
@@ -64,7 +65,8 @@ class _Run:
     but one, so that what follows a step still competes with its end.
     """
 
-    def __init__(self, graph: OpGraph, durations: list[int], draws: list[Draw] | None, num_steps: int) -> None:
+    def __init__(self, graph: OpGraph, durations: list[int], draws: list[Draw] | None, issuing: Issuing | None,
+                 num_steps: int) -> None:
         self.ops, self.durations, self.n, self.num_steps = graph.ops, durations, len(graph.ops), num_steps
         self.measured = num_steps - 1 - (draws is not None and num_steps > 2)
         self.window = (self.measured + 1) // 2
@@ -92,6 +94,8 @@ class _Run:
         self.away: dict[int, float] = {}  # how long updates made way, those that did
         self.meanwhile: dict[int, list[int]] = {}  # what ran then
         self.draws, self.sharing = draws, _Shares(draws, durations) if draws else None
+        self.issuing = issuing or None  # if it takes any time
+        self.late: dict[int, float] = {}  # how much longer compute ops last that are issued late
         self.left = self.n  # ops of the measured step that have not ended
 
     def to_the_end(self) -> None:
@@ -122,11 +126,15 @@ class _Run:
             for paused in self.paused:
                 self.meanwhile.setdefault(paused, []).append(node)
         touched = {stream}
+        if self.issuing:
+            self.issuing.done(node, now)
         for dst, distance in self.successors[i]:
             if step + distance >= self.num_steps:
                 continue
             after = (step + distance) * self.n + dst
             self.waiting[after] -= 1
+            if self.issuing:
+                self.issuing.ended(node, after, now)
             self.last_dependency[after] = node
             if not self.waiting[after]:
                 touched.add(self.ops[dst].stream)
@@ -149,11 +157,21 @@ class _Run:
                 before = self.last_on[stream]
                 self.cause[node] = before if before >= 0 and self.end[before] == now else self.last_dependency[node]
                 self.start[node] = now
+                if self.issuing:
+                    self.issued(node, now)
             self.end[node] = now + self.left_us.get(node, self.durations[node % self.n])
         if self.sharing:
             nodes = [self.running[s] for s in self.streams if s in self.running]
             for node, end in self.sharing.ends(nodes, now, self.left_us):
                 self.end[node] = end
+
+    def issued(self, node: int, now: float) -> None:
+        """`node` starts: it ends no earlier than it has been issued."""
+        assert self.issuing is not None
+        alone = self.durations[node % self.n]
+        late = self.issuing.started(node, beside_cores=Stream.CPU in self.running) - now - alone
+        if late > 0 and self.ops[node % self.n].kind in COMPUTE:
+            self.late[node], self.left_us[node] = late, alone + late
 
     def make_way(self, now: float) -> None:
         """Puts the update that runs back among those that are ready, if one of them is due earlier."""
@@ -206,7 +224,8 @@ class _Run:
         last = max(nodes, key=lambda v: (self.end[v], -v))
         cycle, steps = self.cycle(last)
         return Timeline(step_us, spans, busy, self.chain(last, step_us), self.exposed(nodes), cycle, steps,
-                        self.contended(nodes), self.stretched(nodes), self.resources(step_us), self.steady)
+                        self.contended(nodes), self.stretched(nodes), self.resources(step_us), self.steady,
+                        late_us=round(sum(self.late.get(v, 0) for v in nodes)))
 
     def resources(self, step_us: int) -> dict[Resource, float]:
         """The part of each that a step uses, fullest first."""
@@ -280,7 +299,7 @@ class _Run:
     def contended(self, nodes: range) -> dict[OpKind, int]:
         longer: dict[OpKind, float] = {}
         for op, us, node in zip(self.ops, self.durations, nodes, strict=True):
-            longer[op.kind] = longer.get(op.kind, 0) + self.took(node) - us
+            longer[op.kind] = longer.get(op.kind, 0) + self.took(node) - us - self.late.get(node, 0)
         return in_order(longer)
 
 

@@ -78,6 +78,8 @@ class Timeline:
     `busy_us`, though the stream could do nothing else; skew between ranks is not predicted."""
     issues: tuple[Span, ...] = ()
     """In a measured step, of ops on a device: when a host thread issued them. `stream` is the device's."""
+    late_us: int = 0
+    """How much longer compute lasts because the host was late to issue it. Not known of a measured step: see `issuing_us`."""
     issuing_us: Mapping[Stream, int] = field(default_factory=dict)
     """In a measured step: for how much of `busy_us` the host was still issuing the op that ran, streams without any left out.
     Where this is most of it the device waits for the host's Python: what it runs should have been issued long before."""
@@ -121,6 +123,8 @@ class Timeline:
             lines.append(f"critical cycle{over}: " + " → ".join(f"{leg} ({_ms(leg.us)})" for leg in shortened(self.cycle)))
         if self.contended_us:
             lines.append("contention adds " + _by_kind(self.contended_us))
+        if self.late_us:
+            lines.append(f"the host is late to issue compute, which adds {_ms(self.late_us)}")
         if self.peer_wait_us:
             lines.append(f"collectives also wait {_ms(self.peer_wait_us)} for the last rank")
         if self.issuing_us:

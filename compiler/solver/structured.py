@@ -183,6 +183,10 @@ class StructuredSearch:
                 if (filled := self.filled(replace(fewest, resident=resident))) is not None:
                     yield filled
 
+    def all_resident(self, shape: Shape) -> Shape | None:
+        """`shape` with all state in HBM, filled; None if it does not fit."""
+        return self.filled(Shape(shape.alike, resident=len(self.states), ends=self.most("ends")))
+
     # ---- the search ----
 
     def run(self, alike: tuple[int, ...] | None = None) -> Shape | None:

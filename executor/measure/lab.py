@@ -82,6 +82,16 @@ class Lab:
             ticket.wait_done()
         return {s: sorted((a, b) for _, stream, a, b in self._events if stream is s) for s in work}
 
+    def issues(self, tasks: Sequence[Task]) -> list[float]:
+        """Seconds in which a host thread issues each of these ops of the GPU, in order; none where the host is the device."""
+        issued: list[tuple[float, float]] = []
+        self._streams.issues = lambda name, stream, start, end: issued.append((start, end))
+        try:
+            self.spans({Stream.GPU: tasks})
+        finally:
+            self._streams.issues = None
+        return lengths(sorted(issued))
+
     def _submit(self, stream: Stream, task: Task | NativeUpdate, name: str, begin: Ticket) -> Ticket:
         if callable(task):
             return self._streams.submit(stream, task, [begin], name=name, need_done=True)

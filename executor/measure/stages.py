@@ -26,7 +26,7 @@ from slidedp.compiler.tracing.minipipeline import mini_pipeline, reached
 from slidedp.compiler.tracing.tracer import Trace
 from slidedp.executor.devices.backend import Backend
 from slidedp.executor.devices.devices import open_backend
-from slidedp.executor.measure.lab import Lab
+from slidedp.executor.measure.lab import Lab, lengths
 from slidedp.executor.ranks.collectives import SingleRank
 from slidedp.executor.stages.binding import Binding, Leaves
 from slidedp.executor.stages.stage_graph import Slots
@@ -51,8 +51,10 @@ def measure_stages(
 ) -> tuple[PhaseCost, ...]:
     """Time and memory of every phase of each kind of stage, for `batch`'s shapes. `dtypes`: of weights, of gradients.
 
-    Medians of a few runs, after two to warm up. This rank alone: nothing is collective. Leaves `model` and every default
-    generator as they were; torch's peak memory statistics are reset. Raises what the model's forward or backward raises.
+    Medians of a few runs, after two to warm up: how long the device takes, of runs back to back, so that it is busy ahead; how
+    long issuing takes, of single ones, so that nothing holds the host up. This rank alone: nothing is collective. Leaves `model`
+    and every default generator as they were; torch's peak memory statistics are reset. Raises what the model's forward or
+    backward raises.
     """
     mini = mini_pipeline(trace)
     with untouched(model, device) as backend:
@@ -69,20 +71,21 @@ def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Ba
         tasks = {Stream.GPU: [part.run for part in parts]}
         lab.spans(tasks)
         memory = _memory(lab, parts, backend.device)
-        runs = [lab.spans(tasks)[Stream.GPU] for _ in range(REPEATS)]
+        issues = [lab.issues(tasks[Stream.GPU]) for _ in range(REPEATS)]
+        spans = lab.spans({Stream.GPU: tasks[Stream.GPU] * (REPEATS + 1)})[Stream.GPU]
     except Aborted as e:
         raise e.__cause__ or e from None
     finally:
         lab.close()
         binding.restore()
-    seconds = [[run[i][1] - run[i][0] for run in runs] for i in range(len(parts))]
-    return _rows(mini, parts, seconds, memory)
+    seconds = [lengths(spans[i + len(parts) :: len(parts)]) for i in range(len(parts))]
+    return _rows(mini, parts, seconds, [list(each) for each in zip(*issues, strict=True)], memory)
 
 
 def _rows(
-    mini: Trace, parts: list[_Part], seconds: list[list[float]], memory: list[tuple[int, int]] | None
+    mini: Trace, parts: list[_Part], seconds: list[list[float]], issues: list[list[float]], memory: list[tuple[int, int]] | None
 ) -> list[PhaseCost]:
-    """One row a kind and phase: the median time of its parts, the most memory of any, the least that is given back.
+    """One row a kind and phase: the median times of its parts, the most memory of any, the least that is given back.
 
     None for the backward of a stage that nothing differentiates in the cut-down model.
     """
@@ -93,10 +96,14 @@ def _rows(
             members.setdefault((kinds[part.stage], part.phase), []).append(i)
     rows = []
     for (kind, phase), indices in members.items():
-        typical_us = round(statistics.median(s for i in indices for s in seconds[i]) * 1e6)
         peak, kept = (None, None) if memory is None else (max(memory[i][k] for i in indices) for k in (0, 1))
-        rows.append(PhaseCost(kind, phase, Activation.RECOMPUTE, typical_us, peak, kept))
+        issue_us = median_us(issues, indices) if issues else None
+        rows.append(PhaseCost(kind, phase, Activation.RECOMPUTE, median_us(seconds, indices), peak, kept, issue_us))
     return rows
+
+
+def median_us(seconds: list[list[float]], indices: list[int]) -> int:
+    return round(statistics.median(s for i in indices for s in seconds[i]) * 1e6)
 
 
 class _Pipeline:
