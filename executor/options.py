@@ -24,9 +24,9 @@ def update_threads(device: torch.device, world_size: int) -> int:
 def update_niceness(device: torch.device) -> int:
     """By how much a rank's update gives way to its other threads, which issue work to a GPU and never work for long.
 
-    Two cores are left to those, and now and then more than two of them have something to do. Of exchanges between two Python
-    threads, with as many threads that never rest as cores, the slowest hundredth took 2 to 3 ms on Linux 6.18, a time slice, and
-    0.05 ms beside threads of niceness 10. Where the host is the device nothing is gained: its compute never rests either.
+    No core is left to those. Of exchanges between two Python threads, with as many threads that never rest as cores, the slowest
+    hundredth took 2 to 3 ms on Linux 6.18, a time slice, and 0.05 ms beside threads of niceness 10. Where the host is the device
+    nothing is gained: its compute never rests either.
     """
     return 10 if device.type == "cuda" else 0
 
