@@ -190,8 +190,10 @@ def polished(problem: Problem, choices: Choices, scale: Mapping[str, float], eno
 
 
 def descended(search: StructuredSearch, shape: Shape, simulated: Callable[[tuple[int, ...]], int]) -> Shape:
-    """`shape`, changed while its `simulated` step gets shorter: another option for all transfers of a kind, a few resident groups
-    more or less, no layer with the other source; of these what the event graph sees near it.
+    """`shape`, changed while its `simulated` step gets shorter: no layer with the other source, all held or none, another option
+    for all transfers of a kind, a few resident groups more or less; of these what the event graph sees near it.
+
+    To the graph a spared copy is worth nothing where the link has time; in the simulation it leaves host memory to updates.
     """
     near = int(search.period(shape) * (1 + NEAR))
 
@@ -202,6 +204,8 @@ def descended(search: StructuredSearch, shape: Shape, simulated: Callable[[tuple
         return trial if shorter else best
 
     shape = tried(shape, search.filled(replace(shape, other_source=0)))
+    for held in (search.most("held"), 0):
+        shape = tried(shape, search.filled(replace(shape, held=held)))
     for kind in range(len(search.kinds)):
         for option in search.options(kind):
             shape = tried(shape, search.filled(replace(shape, alike=(*shape.alike[:kind], option, *shape.alike[kind + 1 :]))))

@@ -19,7 +19,7 @@ from slidedp import autopolicy
 from slidedp import decide as deciding
 from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, polished
 from slidedp.compiler.costmodel.costs import WithFallback
-from slidedp.compiler.decisions import Decisions, Route
+from slidedp.compiler.decisions import Decisions, Residence, Route
 from slidedp.compiler.eventgraph.eventgraph import EventGraph
 from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio
 from slidedp.compiler.footprint.memory import estimate_memory
@@ -93,6 +93,19 @@ def test_the_rule_is_kept_when_the_solver_is_wrong(monkeypatch: pytest.MonkeyPat
     assert kept.record.name == "rule"
     assert kept.record.simulated_us == kept.record.rule_us
     assert kept.pays_after is None
+
+
+def test_weights_are_held_where_host_memory_binds_and_hbm_is_free() -> None:
+    """The graph sees less in it than there is: the copies that it spares are hidden, but updates run slower beside them."""
+    layers = stack(12, 100_930_560, 50_000_000, tokens=4096, width=2560)
+    hw, pins = replace(load_profile("h200x1"), host_dram_gbps=160.0), {"state": "host", "act": "recompute", "slices": 1}
+    streamed, free = (decide(layers, replace(settings(policy=p), hw=hw)) for p in (pins | {"weights": "stream"}, pins))
+    held = [d.weights for name, d in free.decisions.groups.items() if name.startswith("L")]
+    assert set(held) == {Residence.HOLD}
+    assert streamed.record is not None
+    assert free.record is not None
+    gain, seen = (getattr(streamed.record, us) / getattr(free.record, us) for us in ("simulated_us", "bound_us"))
+    assert gain > max(seen, 1.02)
 
 
 def test_polishing_simulates_no_plan_twice_and_no_more_than_asked_for() -> None:
