@@ -180,9 +180,9 @@ def check_same_place(s: Subject) -> Found:
     for a in s.accesses:
         if a.is_write:
             continue
+        here = slot_name(a.ref), a.ref.occupant[2]
         for w in s.writers.get((a.ref.value, written_as(a.ref)[0]), ()):
-            there = slot_name(w.ref), w.ref.occupant[2]
-            if there != (slot_name(a.ref), a.ref.occupant[2]) and any(s.memory.overlap(w.ref, a.ref)):
+            if (slot_name(w.ref), w.ref.occupant[2]) != here and any(s.memory.overlap(w.ref, a.ref)):
                 message = f"{a.op.name} {a}, but {w.op.name} {w}: not the same place"
                 yield Violation("same_place", message, (a.op.name, w.op.name), a.ref.value, a.ref.location)
 
