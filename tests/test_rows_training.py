@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from delays import Delays
+from delays import Delays, each_kind_slow
 from ranks import RunRanks
 from test_adam import needs_native
 from tiny_models import Blocks, PlainGPT, family, lm_batch, no_glue
@@ -107,17 +107,25 @@ MODELS = {"gpt": lambda: PlainGPT(width=36), "untied": lambda: Blocks(no_glue), 
           "llama": lambda: family("llama"), "gpt2": lambda: family("gpt2")}  # fmt: skip
 
 
-def run(name, rows, options=MachineOptions(), padding="none", steps=4, kernel="native", **policy):  # noqa: B008  (frozen)
+def plan_of(name, rows, options, kernel="native", **policy):
     torch.manual_seed(0)
     plan = slidedp.compile(MODELS[name](), "cpu", optimizer=OPTIMIZER, policy={"chunks": 3, **policy, "rows": rows},
                            update_kernel=kernel)
     plan._options = replace(options, update_kernel=kernel)
-    with plan:
-        losses = [plan.run(batch_of(t, padding=padding)).loss for t in range(steps)]
-        trained = state_of(plan)
-        graph = plan._spec.graph
+    return plan
+
+
+def digest_of(plan, padding="none"):
+    """Of four steps with nothing between them that waits."""
+    losses = [plan.run(batch_of(t, padding=padding)).loss for t in range(4)]
+    trained = state_of(plan)
     trained.losses = losses
-    return trained.digest(), graph
+    return trained.digest()
+
+
+def run(name, rows, options=MachineOptions(), padding="none", **how):  # noqa: B008  (frozen)
+    with plan_of(name, rows, options, **how) as plan:
+        return digest_of(plan, padding), plan._spec.graph
 
 
 @needs_native
@@ -138,13 +146,9 @@ def test_random_delays_change_no_bit(name):
     """Every kind of op is the slow one in some run; released slots are filled with NaN. And the queues give the same bits."""
     want, _ = run(name, "whole")
     for source in Source:
-        got, graph = run(name, "split", MachineOptions(native_queue=False), window=2, source=source)
-        assert got == want
-        kinds = {op.name: op.kind for op in graph}
-        for turn in range(len(set(kinds.values()))):
-            delays = Delays(kinds, turn, seed=turn)
-            got, _ = run(name, "split", MachineOptions(delay=delays, poison=True), window=2, source=source)
-            assert got == want, f"turn {turn}, slow {delays.slow}"
+        assert run(name, "split", MachineOptions(native_queue=False), window=2, source=source)[0] == want
+        with plan_of(name, "split", MachineOptions(), window=2, source=source) as plan:
+            assert each_kind_slow(plan, batch_of(0), digest_of) == dict.fromkeys({op.kind for op in plan._spec.graph}, want)
     assert run(name, "split", MachineOptions(poison=True))[0] == want
 
 
