@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ranks import RunRanks
 from test_adam import needs_native
 from tiny_models import Blocks, PlainGPT, family, lm_batch, no_glue
 from torch import Tensor, nn
-from training import state_of
+from training import state_of, traced_once
 
 import slidedp
 from slidedp.compiler.decisions import Decisions, GroupDecision, Rows, Source
@@ -229,28 +229,36 @@ def test_rows_without_a_gradient_are_an_error_and_whole_tables_are_not():
         plan.synchronize()
 
 
+def on_a_datapath(name: str, d: str, r: str, rank: int, turns: int) -> list[str]:
+    digests = []
+    kinds: dict[str, OpKind] = {}
+    for rows in ("whole", "split", *["delayed"] * turns):
+        torch.manual_seed(0)
+        policy = {"delivery": d, "reduction": r, "chunks": 3, "rows": "whole" if rows == "whole" else "split"}
+        plan = slidedp.compile(MODELS[name](), "cpu", optimizer=OPTIMIZER, policy=policy, update_kernel="native")
+        if rows == "delayed":
+            plan._options = replace(plan._options, delay=Delays(kinds, 3 * rank + len(d + r), f"{name}{rank}"), poison=True)
+        losses = [plan.run(batch_of(t, rank)).loss for t in range(3)]
+        done = state_of(plan)
+        done.losses = losses
+        kinds = {op.name: op.kind for op in plan._spec.graph}
+        plan.close()
+        digests.append(done.digest())
+    return digests
+
+
 def on_ranks(names: list[str], turns: int) -> dict[str, list[str]]:
     """Digests by model of the same steps on every datapath, whole and split, and split with random delays."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, digests = dist.get_rank(), {}
+    rank, digests = dist.get_rank(), dict[str, list[str]]()
     paths = product(names, ("replicated", "sharded"), ("gpu", "cpu"))
-    for name, d, r in [path for i, path in enumerate(paths) if i % 4 in ((0, 3) if path[0] == "gpt" else (1, 2))]:
-        kinds: dict[str, OpKind] = {}
-        for rows in ("whole", "split", *["delayed"] * turns):
-            torch.manual_seed(0)
-            policy = {"delivery": d, "reduction": r, "chunks": 3, "rows": "whole" if rows == "whole" else "split"}
-            plan = slidedp.compile(MODELS[name](), "cpu", optimizer=OPTIMIZER, policy=policy, update_kernel="native")
-            if rows == "delayed":
-                plan._options = replace(plan._options, delay=Delays(kinds, 3 * rank + len(d + r), f"{name}{rank}"), poison=True)
-            losses = [plan.run(batch_of(t, rank)).loss for t in range(3)]
-            done = state_of(plan)
-            done.losses = losses
-            kinds = {op.name: op.kind for op in plan._spec.graph}
-            plan.close()
-            digests.setdefault(name, []).append(done.digest())
+    for name, group in groupby((path for i, path in enumerate(paths) if i % 4 in ((0, 3) if path[0] == "gpt" else (1, 2))),
+                               key=lambda path: path[0]):  # fmt: skip
+        with traced_once():
+            digests[name] = [digest for _, d, r in group for digest in on_a_datapath(name, d, r, rank, turns)]
     return digests
 
 
