@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
 from slidedp.compiler.layergraph import Group
-from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, Reason, Ref
+from slidedp.compiler.ops import Chunk, Edge, Op, OpGraph, Reason, Ref, Scope
 from slidedp.passes.base import Pass
 
 Access = tuple[Op, Ref]
@@ -33,48 +34,71 @@ class Dependences(Pass):
         return graph.with_(edges=tuple(edges))
 
 
+class Touched(NamedTuple):
+    """All that decides which elements of a value the ranks touch: the size of its group, chunk, and whose parts."""
+
+    numel: int
+    num_trainable: int
+    chunk: Chunk | None
+    scope: Scope
+    peers: bool
+
+
 class Overlap:
     """Which ranks' accesses meet: computed for all ranks, remembered by shape, since layers repeat."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        self.known: dict[tuple[object, ...], tuple[bool, bool]] = {}
-        self.known_ranges: dict[tuple[object, ...], list[tuple[tuple[int, int], ...]]] = {}
+        self.touched: dict[Touched, int] = {}  # numbered
+        self.number_of: dict[int, int] = {}  # by identity of a ref, all of which the graph keeps
+        self.known: dict[tuple[int, int, bool], tuple[bool, bool]] = {}
 
     def __call__(self, a: Ref, b: Ref, *, one_copy: bool, distance: int = 0) -> tuple[bool, bool]:
-        """(some rank's `a` meets its own `b`, some rank's `a` meets another rank's `b`).
+        """(some rank's `a` meets its own `b`, some rank's `a` meets another rank's `b`), for two refs of the graph to one value.
 
         `distance`: in steps, each of which has touched rows of its own. `one_copy`: the memory is shared by the ranks; private
         memory never meets another rank's. A read of all ranks' instances (`peers`) meets the others wherever it meets its own.
         """
-        if distance == 0 and a.disjoint(b):
+        if distance == 0 and a.rows and a.disjoint(b):
             return False, False
-        group = self.graph.group_by_name.get(a.group)
-        size = (group.numel, group.num_trainable) if group else None
-        key = (size, a.chunk, a.scope, b.chunk, b.scope, one_copy, a.peers or b.peers)
+        key = self.number(a), self.number(b), one_copy
         if key not in self.known:
-            self.known[key] = self.compute(a, b, group, one_copy)
+            every = list(self.touched)  # in the order of their numbers
+            self.known[key] = meeting(every[key[0]], every[key[1]], one_copy, self.graph.world_size)
         return self.known[key]
 
-    def compute(self, a: Ref, b: Ref, group: Group | None, one_copy: bool) -> tuple[bool, bool]:
-        ranks = range(self.graph.world_size)
-        ranges_a, ranges_b = self.ranges(a, group), self.ranges(b, group)
+    def number(self, ref: Ref) -> int:
+        """The same for refs that touch the same elements."""
+        number = self.number_of.get(id(ref))
+        if number is None:
+            group = self.graph.group_by_name.get(ref.group)
+            size = (group.numel, group.num_trainable) if group else (-1, -1)
+            number = self.touched.setdefault(Touched(*size, ref.chunk, ref.scope, ref.peers), len(self.touched))
+            self.number_of[id(ref)] = number
+        return number
 
-        def meet(i: int, j: int) -> bool:
-            return any(x[0] < y[1] and y[0] < x[1] for x in ranges_a[i] for y in ranges_b[j])
 
-        own = any(meet(r, r) for r in ranks)
-        if a.peers or b.peers:
-            return own, own and len(ranks) > 1
-        return own, one_copy and any(meet(i, j) for i in ranks for j in ranks if i != j)
+@lru_cache(1 << 15)  # the search lowers dozens of graphs of the same groups
+def meeting(a: Touched, b: Touched, one_copy: bool, world_size: int) -> tuple[bool, bool]:
+    """As :class:`Overlap` says."""
+    ranks = range(world_size)
+    ranges_a, ranges_b = ranges(a, world_size), ranges(b, world_size)
 
-    def ranges(self, ref: Ref, group: Group | None) -> list[tuple[tuple[int, int], ...]]:
-        """What each rank touches."""
-        key = (group and (group.numel, group.num_trainable), ref.chunk, ref.scope)
-        if key not in self.known_ranges:
-            world = self.graph.world_size
-            self.known_ranges[key] = [ref.ranges(group, world, rank) for rank in range(world)]
-        return self.known_ranges[key]
+    def meet(i: int, j: int) -> bool:
+        return any(x[0] < y[1] and y[0] < x[1] for x in ranges_a[i] for y in ranges_b[j])
+
+    own = any(meet(r, r) for r in ranks)
+    if a.peers or b.peers:
+        return own, own and len(ranks) > 1
+    return own, one_copy and any(meet(i, j) for i in ranks for j in ranks if i != j)
+
+
+@lru_cache(1 << 12)
+def ranges(touched: Touched, world_size: int) -> list[tuple[tuple[int, int], ...]]:
+    """What each rank touches."""
+    group = Group("", touched.numel, touched.num_trainable, ()) if touched.numel >= 0 else None
+    ref = Ref("", chunk=touched.chunk, scope=touched.scope)
+    return [ref.ranges(group, world_size, rank) for rank in range(world_size)]
 
 
 def flow_edges(graph: OpGraph, overlap: Overlap) -> list[Edge]:
@@ -135,12 +159,13 @@ def later_versions(using: list[Access], writing: list[Access], location: str, ov
 
 def between(using: list[Access], writing: list[Access], location: str, distance: int, overlap: Overlap) -> list[Edge]:
     edges = []
+    moving_in = [(writer, written, written.occupant[::2]) for writer, written in writing]
     for user, used in using:
-        for writer, written in writing:
+        one_copy, there = used.shared or used.peers, used.occupant[::2]
+        for writer, written, occupant in moving_in:
             if user.name == writer.name and distance == 0:
                 continue
-            one_copy = used.shared or used.peers
-            if used.occupant[::2] != written.occupant[::2]:
+            if there != occupant:
                 own, others = True, one_copy
             else:
                 own, others = overlap(used, written, one_copy=one_copy, distance=distance)

@@ -73,22 +73,23 @@ class Memory:
     def __init__(self, graph: OpGraph) -> None:
         self.world_size = graph.world_size
         self._groups = graph.group_by_name
-        self._keys: dict[int, tuple[Ref, Key]] = {}  # by identity, which lasts as long as the ref that is kept beside it
-        self._touches: dict[Key, tuple[tuple[Touch, ...], ...]] = {}
-        self._overlaps: dict[tuple[Key, Key], tuple[bool, bool]] = {}
-        self._missing: dict[tuple[tuple[Key, ...], Key], tuple[Touch, ...]] = {}
+        self._numbers: dict[int, tuple[Ref, int]] = {}  # by identity, which lasts as long as the ref that is kept beside it
+        self._known: dict[Key, int] = {}
+        self._touches: list[tuple[tuple[Touch, ...], ...]] = []  # by number
+        self._overlaps: dict[tuple[int, int], tuple[bool, bool]] = {}
+        self._missing: dict[tuple[tuple[int, ...], int], tuple[Touch, ...]] = {}
 
-    def key(self, ref: Ref) -> Key:
+    def number(self, ref: Ref) -> int:
         """Equal for refs that touch the same elements of the same copies."""
-        if (known := self._keys.get(id(ref))) is not None:
+        if (known := self._numbers.get(id(ref))) is not None:
             return known[1]
         g = self._groups.get(ref.group)
         size = (g.numel, g.num_trainable) if g else None
-        key = (size, ref.chunk, ref.scope, ref.shared, ref.peers)
-        if key not in self._touches:
-            self._touches[key] = tuple(self._compute(ref, rank) for rank in range(self.world_size))
-        self._keys[id(ref)] = ref, key
-        return key
+        number = self._known.setdefault((size, ref.chunk, ref.scope, ref.shared, ref.peers), len(self._touches))
+        if number == len(self._touches):
+            self._touches.append(tuple(self._compute(ref, rank) for rank in range(self.world_size)))
+        self._numbers[id(ref)] = ref, number
+        return number
 
     def _compute(self, ref: Ref, rank: int) -> tuple[Touch, ...]:
         instances = range(self.world_size) if ref.peers else (0 if ref.shared else rank,)
@@ -100,16 +101,17 @@ class Memory:
 
         `distance`: from one step's to another's, which has touched rows of its own.
         """
-        if distance == 0 and a.disjoint(b):
+        if distance == 0 and a.rows and a.disjoint(b):
             return False, False
-        keys = self.key(a), self.key(b)
-        if keys not in self._overlaps:
-            of_a, of_b = (self._touches[key] for key in keys)
-            ranks = range(self.world_size)
-            own = any(_meet(of_a[r], of_b[r]) for r in ranks)
-            cross = any(_meet(of_a[q], of_b[r]) for q in ranks for r in ranks if q != r)
-            self._overlaps[keys] = own, cross
-        return self._overlaps[keys]
+        numbers = self.number(a), self.number(b)
+        if (known := self._overlaps.get(numbers)) is not None:
+            return known
+        of_a, of_b = (self._touches[number] for number in numbers)
+        ranks = range(self.world_size)
+        own = any(_meet(of_a[r], of_b[r]) for r in ranks)
+        cross = any(_meet(of_a[q], of_b[r]) for q in ranks for r in ranks if q != r)
+        self._overlaps[numbers] = own, cross
+        return own, cross
 
     def missing(self, read: Ref, writes: list[Ref]) -> tuple[Touch, ...]:
         """What some rank reads and no rank's `writes` write: of all rows, or of the touched or untouched ones."""
@@ -117,12 +119,12 @@ class Memory:
             halves = (replace(read, rows=rows) for rows in (RowSet.TOUCHED, RowSet.UNTOUCHED))
             return tuple(dict.fromkeys(hole for half in halves for hole in self.missing(half, writes)))
         writes = [w for w in writes if not w.disjoint(read)]
-        keys = tuple(map(self.key, writes)), self.key(read)
-        if keys not in self._missing:
-            written = sorted({t for key in keys[0] for touches in self._touches[key] for t in touches})
-            wanted = {t for touches in self._touches[keys[1]] for t in touches}
-            self._missing[keys] = tuple(sorted(hole for want in wanted for hole in _subtract(want, written)))
-        return self._missing[keys]
+        numbers = tuple(map(self.number, writes)), self.number(read)
+        if numbers not in self._missing:
+            written = sorted({t for number in numbers[0] for touches in self._touches[number] for t in touches})
+            wanted = {t for touches in self._touches[numbers[1]] for t in touches}
+            self._missing[numbers] = tuple(sorted(hole for want in wanted for hole in _subtract(want, written)))
+        return self._missing[numbers]
 
 
 def _meet(a: tuple[Touch, ...], b: tuple[Touch, ...]) -> bool:
@@ -209,10 +211,11 @@ def _resident(ref: Ref) -> Key:
 
 def _within(resident: list[Access], alone: bool, memory: Memory) -> Iterator[Requirement]:
     """Later versions, and if nothing else moves in, the next step's: only the same elements get into each other's way."""
+    writes = [a for a in resident if a.is_write]
     for use in resident:
-        for write in resident:
+        for write in writes:
             distance = 0 if use.ref.version < write.ref.version else 1
-            if not write.is_write or (distance and not alone):
+            if distance and not alone:
                 continue
             own, cross = memory.overlap(use.ref, write.ref, distance)
             if own and (distance or use.op is not write.op):  # an op may update in place what it reads
@@ -223,10 +226,9 @@ def _within(resident: list[Access], alone: bool, memory: Memory) -> Iterator[Req
 
 def _between(resident: list[Access], following: list[Access], distance: int, memory: Memory) -> Iterator[Requirement]:
     """Another value moves in: everything that was there is lost."""
+    writes = [a for a in following if a.is_write]
     for use in resident:
-        for write in following:
-            if not write.is_write:
-                continue
+        for write in writes:
             yield Requirement(use, write, distance, False)
             if memory.world_size > 1 and (use.ref.shared or use.ref.peers or write.ref.shared):
                 yield Requirement(use, write, distance, True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from slidedp.compiler.ops import OpGraph, OpKind, RowSet, Slot
 from slidedp.compiler.reach import MAX_DISTANCE, Reach
@@ -57,6 +58,11 @@ class Subject:
     memory: Memory
     writers: dict[tuple[str, int], list[Access]] = field(default_factory=dict)
     top_version: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Of a graph whose form is sound."""
+        return Reach(self.graph)
 
     @staticmethod
     def of(graph: OpGraph, hbm_budget: int | None, pinned_budget: int | None) -> Subject:
@@ -180,9 +186,9 @@ def check_same_place(s: Subject) -> Found:
     for a in s.accesses:
         if a.is_write:
             continue
+        here = slot_name(a.ref), a.ref.occupant[2]
         for w in s.writers.get((a.ref.value, written_as(a.ref)[0]), ()):
-            there = slot_name(w.ref), w.ref.occupant[2]
-            if there != (slot_name(a.ref), a.ref.occupant[2]) and any(s.memory.overlap(w.ref, a.ref)):
+            if (slot_name(w.ref), w.ref.occupant[2]) != here and any(s.memory.overlap(w.ref, a.ref)):
                 message = f"{a.op.name} {a}, but {w.op.name} {w}: not the same place"
                 yield Violation("same_place", message, (a.op.name, w.op.name), a.ref.value, a.ref.location)
 
@@ -203,8 +209,7 @@ def check_last_version(s: Subject) -> Found:
 
 def check_ordered(s: Subject) -> Found:
     """Timing decides nothing: every read waits for its writers, and no byte is overwritten while it is in use."""
-    reach = Reach(s.graph)
-    seen = set()
+    reach, seen = s.reach, set()
     for r in requirements(s.graph, s.memory):
         key = (r.first.op.name, r.then.op.name, r.distance, r.from_other)
         if key in seen:
@@ -271,7 +276,7 @@ def check(graph: OpGraph, *, hbm_budget: int | None = None, pinned_budget: int |
     subject = Subject.of(graph, hbm_budget, pinned_budget)
     if broken := [v for find in FORM for v in find(subject)]:
         return tuple(broken)
-    if cycle := Reach(graph).cycle():
+    if cycle := subject.reach.cycle():
         return (Violation("acyclic", f"each waits for the one before it: {' -> '.join([*cycle, cycle[0]])}", tuple(cycle)),)
     return tuple(v for find in CHECKS for v in find(subject))
 

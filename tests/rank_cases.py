@@ -73,12 +73,15 @@ def build(rank: int) -> torch.nn.Module:
         return model()
 
 
-def train(rank: int, world: int, num_steps: int, **options: Any) -> tuple[Trained, dict[str, int], torch.nn.Module]:
+def train(rank: int, world: int, num_steps: int, keep_grads: bool = False,
+          **options: Any) -> tuple[Trained, dict[str, int], torch.nn.Module]:
+    """`keep_grads`: the first step's, to read which the plan is drained behind it; else the steps overlap."""
     plan = slidedp.compile(build(rank), "cpu", optimizer=OPTIMIZER, **options)
     losses, grads = [], []
     for step in range(num_steps):
         losses.append(plan.run(shares(world, step)[rank]).loss)
-        grads = grads or state_of(plan).grads  # the first step's: reading them drains the plan
+        if keep_grads and not grads:
+            grads = state_of(plan).grads
     done = state_of(plan)
     counters = plan.counters()
     plan.close()
@@ -90,7 +93,7 @@ def against_plain_pytorch(num_steps: int) -> dict[str, float]:
     rank, world = start()
     initial = {n: p.detach().clone() for n, p in model().named_parameters()}
     want = reference(world, num_steps)
-    got, _, closed = train(rank, world, num_steps, policy={"delivery": "sharded", "chunks": 3})
+    got, _, closed = train(rank, world, num_steps, keep_grads=True, policy={"delivery": "sharded", "chunks": 3})
     names = list(want.exp_avg)
     assert all(torch.equal(p, got.params[n]) for n, p in closed.named_parameters()), "closed model lost its weights"
     dist.barrier()

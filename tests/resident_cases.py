@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from delays import Delays
-from rank_cases import OPTIMIZER, build, model, reference, shares, start
-from training import Trained, norm_wise, state_of
+from rank_cases import OPTIMIZER, build, model, race, reference, shares, start, started
+from training import Trained, begin_again, norm_wise, state_of
 
 import slidedp
 from slidedp.executor.options import MachineOptions
@@ -39,17 +39,20 @@ def train(rank: int, world: int, policy: dict[str, Any], options: MachineOptions
 def bits() -> dict[str, Any]:
     """Digests of the same steps with the state on the host and in HBM, undisturbed and with other delays on every rank."""
     rank, world = start()
+    weights = dict(model().named_parameters())
     want = train(rank, world, {"chunks": 2}, EXACT)[0].digest()
     odd, slowed, kinds_seen = [], set(), set()
     for i, policy in enumerate(POLICIES):
         got, about = train(rank, world, policy, EXACT)
         odd += [str(policy)] * (got.digest() != want)
         kinds_seen |= set(about["kinds"].values())
-        for turn in range(4):
-            delays = Delays(about["kinds"], 4 * i + turn + 5 * rank, f"{i} {turn} {rank}")
-            got, _ = train(rank, world, policy, MachineOptions("torch", delay=delays, poison=True))
-            odd += [f"{policy} slow {delays.slow}"] * (got.digest() != want)
-            slowed |= delays.slowed
+        with started(rank, world, policy, MachineOptions("torch", delay=lambda op: 0.0, poison=True)) as plan:
+            for turn in range(4):
+                delays = Delays(about["kinds"], 4 * i + turn + 5 * rank, f"{i} {turn} {rank}")
+                begin_again(plan, weights)
+                plan._machine.streams.delay = delays
+                odd += [f"{policy} slow {delays.slow}"] * (race(plan, rank, world) != want)
+                slowed |= delays.slowed
     return {"odd": odd, "digest": want, "slowed": sorted(slowed), "kinds": sorted(kinds_seen)}
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 
 import pytest
 import torch
-from delays import Delays
+from delays import Delays, each_kind_slow
 from ranks import RunRanks
 from test_adam import needs_native
 from tiny_models import Blocks, PlainGPT, family, lm_batch, no_glue
 from torch import Tensor, nn
-from training import state_of
+from training import state_of, traced_once
 
 import slidedp
 from slidedp.compiler.decisions import Decisions, GroupDecision, Rows, Source
@@ -107,17 +107,25 @@ MODELS = {"gpt": lambda: PlainGPT(width=36), "untied": lambda: Blocks(no_glue), 
           "llama": lambda: family("llama"), "gpt2": lambda: family("gpt2")}  # fmt: skip
 
 
-def run(name, rows, options=MachineOptions(), padding="none", steps=4, kernel="native", **policy):  # noqa: B008  (frozen)
+def plan_of(name, rows, options, kernel="native", **policy):
     torch.manual_seed(0)
     plan = slidedp.compile(MODELS[name](), "cpu", optimizer=OPTIMIZER, policy={"chunks": 3, **policy, "rows": rows},
                            update_kernel=kernel)
     plan._options = replace(options, update_kernel=kernel)
-    with plan:
-        losses = [plan.run(batch_of(t, padding=padding)).loss for t in range(steps)]
-        trained = state_of(plan)
-        graph = plan._spec.graph
+    return plan
+
+
+def digest_of(plan, padding="none"):
+    """Of four steps with nothing between them that waits."""
+    losses = [plan.run(batch_of(t, padding=padding)).loss for t in range(4)]
+    trained = state_of(plan)
     trained.losses = losses
-    return trained.digest(), graph
+    return trained.digest()
+
+
+def run(name, rows, options=MachineOptions(), padding="none", **how):  # noqa: B008  (frozen)
+    with plan_of(name, rows, options, **how) as plan:
+        return digest_of(plan, padding), plan._spec.graph
 
 
 @needs_native
@@ -138,13 +146,9 @@ def test_random_delays_change_no_bit(name):
     """Every kind of op is the slow one in some run; released slots are filled with NaN. And the queues give the same bits."""
     want, _ = run(name, "whole")
     for source in Source:
-        got, graph = run(name, "split", MachineOptions(native_queue=False), window=2, source=source)
-        assert got == want
-        kinds = {op.name: op.kind for op in graph}
-        for turn in range(len(set(kinds.values()))):
-            delays = Delays(kinds, turn, seed=turn)
-            got, _ = run(name, "split", MachineOptions(delay=delays, poison=True), window=2, source=source)
-            assert got == want, f"turn {turn}, slow {delays.slow}"
+        assert run(name, "split", MachineOptions(native_queue=False), window=2, source=source)[0] == want
+        with plan_of(name, "split", MachineOptions(), window=2, source=source) as plan:
+            assert each_kind_slow(plan, batch_of(0), digest_of) == dict.fromkeys({op.kind for op in plan._spec.graph}, want)
     assert run(name, "split", MachineOptions(poison=True))[0] == want
 
 
@@ -225,28 +229,36 @@ def test_rows_without_a_gradient_are_an_error_and_whole_tables_are_not():
         plan.synchronize()
 
 
+def on_a_datapath(name: str, d: str, r: str, rank: int, turns: int) -> list[str]:
+    digests = []
+    kinds: dict[str, OpKind] = {}
+    for rows in ("whole", "split", *["delayed"] * turns):
+        torch.manual_seed(0)
+        policy = {"delivery": d, "reduction": r, "chunks": 3, "rows": "whole" if rows == "whole" else "split"}
+        plan = slidedp.compile(MODELS[name](), "cpu", optimizer=OPTIMIZER, policy=policy, update_kernel="native")
+        if rows == "delayed":
+            plan._options = replace(plan._options, delay=Delays(kinds, 3 * rank + len(d + r), f"{name}{rank}"), poison=True)
+        losses = [plan.run(batch_of(t, rank)).loss for t in range(3)]
+        done = state_of(plan)
+        done.losses = losses
+        kinds = {op.name: op.kind for op in plan._spec.graph}
+        plan.close()
+        digests.append(done.digest())
+    return digests
+
+
 def on_ranks(names: list[str], turns: int) -> dict[str, list[str]]:
     """Digests by model of the same steps on every datapath, whole and split, and split with random delays."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, digests = dist.get_rank(), {}
+    rank, digests = dist.get_rank(), dict[str, list[str]]()
     paths = product(names, ("replicated", "sharded"), ("gpu", "cpu"))
-    for name, d, r in [path for i, path in enumerate(paths) if i % 4 in ((0, 3) if path[0] == "gpt" else (1, 2))]:
-        kinds: dict[str, OpKind] = {}
-        for rows in ("whole", "split", *["delayed"] * turns):
-            torch.manual_seed(0)
-            policy = {"delivery": d, "reduction": r, "chunks": 3, "rows": "whole" if rows == "whole" else "split"}
-            plan = slidedp.compile(MODELS[name](), "cpu", optimizer=OPTIMIZER, policy=policy, update_kernel="native")
-            if rows == "delayed":
-                plan._options = replace(plan._options, delay=Delays(kinds, 3 * rank + len(d + r), f"{name}{rank}"), poison=True)
-            losses = [plan.run(batch_of(t, rank)).loss for t in range(3)]
-            done = state_of(plan)
-            done.losses = losses
-            kinds = {op.name: op.kind for op in plan._spec.graph}
-            plan.close()
-            digests.setdefault(name, []).append(done.digest())
+    for name, group in groupby((path for i, path in enumerate(paths) if i % 4 in ((0, 3) if path[0] == "gpt" else (1, 2))),
+                               key=lambda path: path[0]):  # fmt: skip
+        with traced_once():
+            digests[name] = [digest for _, d, r in group for digest in on_a_datapath(name, d, r, rank, turns)]
     return digests
 
 

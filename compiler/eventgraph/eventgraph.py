@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+
+import numpy as np
 
 from slidedp.compiler.eventgraph.choices import Choices
 from slidedp.compiler.ops import Stream
@@ -58,6 +59,26 @@ class Linear:
 
 
 ZERO = Linear()
+
+
+class Linears:
+    """Many linears at once: a search asks thousands of selections for all of them."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        terms = [(i, family, values) for i, linear in enumerate(linears) for family, values in linear.terms]
+        self._const = np.array([linear.const for linear in linears], dtype=np.int64)
+        self._owner = np.array([i for i, _, _ in terms], dtype=np.int64)
+        self._family = np.array([family for _, family, _ in terms], dtype=np.int64)
+        self._start = np.cumsum([0, *(len(values) for _, _, values in terms)], dtype=np.int64)[:-1]
+        self._values = np.array([v for _, _, values in terms for v in values], dtype=np.int64)
+
+    def at(self, selection: Sequence[int]) -> np.ndarray:
+        """int64, one a linear."""
+        totals = self._const.copy()
+        if len(self._owner):
+            chosen = np.array(selection, dtype=np.int64)[self._family]
+            np.add.at(totals, self._owner, self._values[self._start + chosen])
+        return totals
 
 
 def total(linears: Iterable[Linear]) -> Linear:
@@ -104,6 +125,16 @@ class Work:
 
 
 @dataclass(frozen=True)
+class ByEnd:
+    """Fields of all edges, int64, and the numbers of the edges (`edge`) in the order of the events where they end."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    distance: np.ndarray
+    edge: np.ndarray
+
+
+@dataclass(frozen=True)
 class EventGraph:
     """Events in text order (edges of distance 0 point forward), constraints, and CPU works by deadline.
 
@@ -125,8 +156,29 @@ class EventGraph:
 
     def weights(self, selection: Sequence[int]) -> list[int]:
         """The number of every edge under `selection`."""
-        sums = [0, *accumulate(w.duration.at(selection) for w in self.works)]
-        return [e.weight.at(selection) + sums[e.num_works] for e in self.edges]
+        weights: list[int] = (self._weights.at(selection) + np.array(self.sums(selection))[self._num_works]).tolist()
+        return weights
+
+    def sums(self, selection: Sequence[int]) -> list[int]:
+        """Of the first works: none, one, two…"""
+        return [0, *self._works.at(selection).cumsum().tolist()]
+
+    @cached_property
+    def _works(self) -> Linears:
+        return Linears([w.duration for w in self.works])
+
+    @cached_property
+    def _weights(self) -> Linears:
+        return Linears([e.weight for e in self.edges])
+
+    @cached_property
+    def _num_works(self) -> np.ndarray:
+        return np.array([e.num_works for e in self.edges], dtype=np.int64)
+
+    @cached_property
+    def by_end(self) -> ByEnd:
+        src, dst, distance = np.array([(e.src, e.dst, e.distance) for e in self.edges], dtype=np.int64).reshape(-1, 3).T
+        return ByEnd(src, dst, distance, np.argsort(dst, kind="stable"))
 
     @cached_property
     def totals(self) -> dict[Stream, Linear]:
@@ -137,8 +189,12 @@ class EventGraph:
 
     def busy_us(self, selection: Sequence[int]) -> dict[Stream, int]:
         """Busy time of each stream in one step."""
-        busy = {stream: total.at(selection) for stream, total in self.totals.items()}
+        busy = dict(zip(self.totals, self._totals.at(selection).tolist(), strict=True))
         return {stream: us * self.unit_us for stream, us in busy.items() if us}
+
+    @cached_property
+    def _totals(self) -> Linears:
+        return Linears(list(self.totals.values()))
 
     def floor(self, selection: Sequence[int]) -> int:
         """A lower bound of the period, in units: the busiest stream."""

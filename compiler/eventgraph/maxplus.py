@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
 
 from slidedp.compiler.eventgraph.eventgraph import OFF, EventGraph, TimedEdge
 
@@ -23,14 +26,15 @@ class Cycle:
 
 def simulate_events(graph: EventGraph, selection: Sequence[int], num_steps: int = 16) -> float:
     """Microseconds a step of an as-soon-as-possible run of `num_steps` steps, over their second half (max-plus algebra)."""
-    incoming = _incoming(graph, selection)
+    active = _Active.of(graph, graph.weights(selection))
+    incoming = active.by_event(active.src, active.weight, active.distance)
     before = [0] * len(graph.events)
     half: list[int] = []
     for step in range(num_steps):
         now = [0] * len(graph.events)
         for v, into in enumerate(incoming):
             latest = 0
-            for u, w, distance, _ in into:
+            for u, w, distance in into:
                 if distance == 0:
                     latest = max(latest, now[u] + w)
                 elif step:
@@ -50,9 +54,10 @@ def max_cycle_ratio(graph: EventGraph, selection: Sequence[int], at_least: int =
 
     Source: Dasdan, "Experimental analysis of the fastest optimum cycle ratio and mean algorithms" (2004), Burns and others.
     """
-    incoming, weights = _incoming(graph, selection), graph.weights(selection)
+    weights = graph.weights(selection)
+    active = _Active.of(graph, weights)
     ratio, cycle = Fraction(at_least, graph.unit_us), ()
-    while found := _positive_cycle(incoming, ratio):
+    while found := _longest_paths(active, ratio, find_cycle=True)[1]:
         edges = tuple(graph.edges[i] for i in found)
         ratio = Fraction(sum(weights[i] for i in found), sum(e.distance for e in edges))
         cycle = edges  # type: ignore[assignment]
@@ -61,38 +66,48 @@ def max_cycle_ratio(graph: EventGraph, selection: Sequence[int], at_least: int =
 
 def start_times(graph: EventGraph, selection: Sequence[int], period: int) -> list[int]:
     """Earliest times of all events in units, from 0, under a `period` in units that is feasible."""
-    times, _ = _longest_paths(_incoming(graph, selection), Fraction(period), find_cycle=False)
+    times, _ = _longest_paths(_Active.of(graph, graph.weights(selection)), Fraction(period), find_cycle=False)
     return times
 
 
-Incoming = list[list[tuple[int, int, int, int]]]
+@dataclass(frozen=True)
+class _Active:
+    """The constraints that are not switched off, by the event that waits: of event v those from ``bounds[v]`` to the next bound.
+
+    int64, one a constraint: source, weight, distance, and the number of its edge.
+    """
+
+    src: np.ndarray
+    weight: np.ndarray
+    distance: np.ndarray
+    edge: np.ndarray
+    bounds: list[int]
+
+    @staticmethod
+    def of(graph: EventGraph, weights: Sequence[int]) -> _Active:
+        numbers = np.array(weights, dtype=np.int64)
+        by_end = graph.by_end
+        edge = by_end.edge[numbers[by_end.edge] > OFF // 2]
+        bounds = np.searchsorted(by_end.dst[edge], np.arange(len(graph.events) + 1)).tolist()
+        return _Active(by_end.src[edge], numbers[edge], by_end.distance[edge], edge, bounds)
+
+    def by_event(self, *columns: np.ndarray) -> list[list[tuple[int, ...]]]:
+        """For each event its constraints' values in these columns."""
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        return [rows[lo:hi] for lo, hi in pairwise(self.bounds)]
 
 
-def _incoming(graph: EventGraph, selection: Sequence[int]) -> Incoming:
-    """For each event: (source, weight, distance, number of the edge), without what is switched off."""
-    into: Incoming = [[] for _ in graph.events]
-    for i, (edge, weight) in enumerate(zip(graph.edges, graph.weights(selection), strict=True)):
-        if weight > OFF // 2:
-            into[edge.dst].append((edge.src, weight, edge.distance, i))
-    return into
-
-
-def _positive_cycle(incoming: Incoming, ratio: Fraction) -> list[int]:
-    _, cycle = _longest_paths(incoming, ratio, find_cycle=True)
-    return cycle
-
-
-def _longest_paths(incoming: Incoming, ratio: Fraction, *, find_cycle: bool) -> tuple[list[int], list[int]]:
+def _longest_paths(active: _Active, ratio: Fraction, *, find_cycle: bool) -> tuple[list[int], list[int]]:
     """Longest paths from anywhere under ``weight - ratio * distance``, times the ratio's denominator; or a positive cycle.
 
     Events stand in an order of the edges of distance 0, so one sweep settles all those, and a path around the step takes one
     sweep more for each time around.
     """
     p, q = ratio.numerator, ratio.denominator
-    best = [0] * len(incoming)
-    parent = [-1] * len(incoming)
-    source = [-1] * len(incoming)
-    scaled = [[(u, w * q - p * d, i) for u, w, d, i in into] for into in incoming]
+    scaled = active.by_event(active.src, active.weight * q - active.distance * p, active.edge)
+    best = [0] * len(scaled)
+    parent = [-1] * len(scaled)
+    source = [-1] * len(scaled)
     changed = True
     while changed:
         changed = False
@@ -126,9 +141,9 @@ def _cycle(parent: list[int], source: list[int]) -> list[int]:
 
 def positive_cycle(graph: EventGraph, selection: Sequence[int], period: Fraction) -> tuple[TimedEdge, ...]:
     """A cycle for which steps every `period` units are too fast; () if there is none."""
-    return tuple(graph.edges[i] for i in _positive_cycle(_incoming(graph, selection), period))
+    return tuple(graph.edges[i] for i in _longest_paths(_Active.of(graph, graph.weights(selection)), period, find_cycle=True)[1])
 
 
 def is_period(graph: EventGraph, selection: Sequence[int], period: int) -> bool:
     """True if the step can repeat every `period` units."""
-    return not _positive_cycle(_incoming(graph, selection), Fraction(period))
+    return not positive_cycle(graph, selection, Fraction(period))

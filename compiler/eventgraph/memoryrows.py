@@ -27,25 +27,28 @@ SHARED_BUFFERS = {"weight slots": "weights", "cast staging": "weights", "reduce 
 CONSTANTS = ("gradient slots", "gradient sums")
 
 
-class _Values:
-    """Many linears at once: a search asks thousands of selections for their largest."""
+class _Sums:
+    """The sum of each tuple's largest linear, for all linears at once: a search asks thousands of selections for it."""
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
+    def __init__(self, maxima: Sequence[tuple[Linear, ...]]) -> None:
+        assert all(maxima)
+        linears = [linear for each in maxima for linear in each]
         widths: dict[int, int] = {}
         for family, values in (term for linear in linears for term in linear.terms):
             widths[family] = max(widths.get(family, 0), len(values))
-        self._families = list(widths)
+        self._families = np.array(list(widths), dtype=np.int64)
         self._starts = np.cumsum([0, *widths.values()])[:-1]  # of each family's options among all columns
         column = dict(zip(widths, self._starts.tolist(), strict=True))
         self._of_option = np.zeros((sum(widths.values()), len(linears)), dtype=np.int64)
         self._const = np.array([linear.const for linear in linears], dtype=np.int64)
+        self._begins = np.cumsum([0, *map(len, maxima)])[:-1]  # of each maximum's linears among all
         for i, linear in enumerate(linears):
             for family, values in linear.terms:
                 self._of_option[column[family] : column[family] + len(values), i] += values
 
-    def largest(self, selection: Sequence[int]) -> int:
-        chosen = self._starts + np.array([selection[f] for f in self._families], dtype=np.int64)
-        return int((self._const + self._of_option[chosen].sum(axis=0)).max())
+    def of(self, selection: Sequence[int]) -> int:
+        chosen = self._starts + np.array(selection, dtype=np.int64)[self._families]
+        return int(np.maximum.reduceat(self._const + self._of_option[chosen].sum(axis=0), self._begins).sum())
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,14 @@ class MemoryRow:
         return (*self.maxima, self.peaks) if self.peaks else self.maxima
 
     def needed(self, selection: Sequence[int]) -> int:
-        return self.total.at(selection) + sum(values.largest(selection) for values in self._values)
+        return self._sums.of(selection)
 
     def fits(self, selection: Sequence[int]) -> bool:
         return self.needed(selection) <= self.budget
 
     @cached_property
-    def _values(self) -> list[_Values]:
-        return [_Values(each) for each in self.largest]
+    def _sums(self) -> _Sums:
+        return _Sums([(self.total,), *self.largest])
 
 
 def memory_rows(layers: LayerGraph, choices: Choices, hbm_budget: int, host_budget: int) -> tuple[MemoryRow, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import product
 
 from slidedp.compiler.eventgraph.eventgraph import EventGraph, Linear, TimedEdge
 from slidedp.compiler.eventgraph.maxplus import is_period, max_cycle_ratio
@@ -111,7 +111,7 @@ def interchange(graph: EventGraph, rows: Sequence[MemoryRow], start: Sequence[in
 
 def is_longer(graph: EventGraph, cycle: Sequence[TimedEdge], selection: Sequence[int], period: int) -> bool:
     """True if `cycle` takes longer than `period` units a step under `selection`: then no period is that short."""
-    sums = [0, *accumulate(w.duration.at(selection) for w in graph.works)]
+    sums = graph.sums(selection)
     return sum(e.weight.at(selection) + sums[e.num_works] for e in cycle) > period * sum(e.distance for e in cycle)
 
 

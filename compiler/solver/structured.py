@@ -25,7 +25,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import permutations, product
+from functools import cache
+from itertools import compress, permutations, product
 
 from slidedp.compiler.decisions import Source
 from slidedp.compiler.eventgraph.choices import Family
@@ -72,6 +73,8 @@ class StructuredSearch:
     rows: Sequence[MemoryRow]
     known: dict[tuple[int, ...], int] = field(default_factory=dict)
     selections: dict[Shape, tuple[int, ...]] = field(default_factory=dict)
+    fitting: dict[Shape, bool] = field(default_factory=dict)
+    twins: dict[tuple[int, int, str, object], int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         families = self.graph.choices.families
@@ -106,18 +109,17 @@ class StructuredSearch:
         for members, option in zip(self.kinds, shape.alike, strict=True):
             for i in members:
                 chosen[i] = option
-        below = len(self.acts) - shape.retained
-        for count, i in enumerate(self.acts):
-            leaves = count >= shape.retained and spread(count - shape.retained, shape.offloaded, below)
-            wanted = "retain" if count < shape.retained else "offload" if leaves else "recompute"
-            chosen[i] = self.kept[i].get(wanted, chosen[i])
+        for i in self.acts[: shape.retained]:
+            chosen[i] = self.kept[i].get("retain", chosen[i])
+        below = self.acts[shape.retained :]
+        for i, leaves in zip(below, spread_over(shape.offloaded, len(below)), strict=True):
+            chosen[i] = self.kept[i].get("offload" if leaves else "recompute", chosen[i])
         for i in self.holds[: shape.held]:
-            twin = _twin(families[i], chosen[i], "weights", "hold")
-            chosen[i] = chosen[i] if twin is None else twin
-        for place, i in enumerate(self.sources):
-            if spread(place, shape.other_source, len(self.sources)):
-                twin = _twin(families[i], chosen[i], "source", OTHER_SOURCE.get(families[i].options[chosen[i]].get("source")))
-                chosen[i] = chosen[i] if twin is None else twin
+            chosen[i] = self.twin(i, chosen[i], "weights", "hold")
+        for i, other in zip(self.sources, spread_over(shape.other_source, len(self.sources)), strict=True):
+            if other:
+                source = OTHER_SOURCE.get(families[i].options[chosen[i]].get("source"))
+                chosen[i] = self.twin(i, chosen[i], "source", source)
         for i in (*self.ends, *self.states):
             if chosen[i] != self.home[i]:
                 choose(chosen, i, self.home[i], self.partners)
@@ -127,10 +129,18 @@ class StructuredSearch:
             choose(chosen, i, resident, self.partners)
         return tuple(chosen)
 
+    def twin(self, family: int, option: int, field: str, wanted: object) -> int:
+        """The twin of an option, or itself where it has none."""
+        key = family, option, field, wanted
+        if key not in self.twins:
+            self.twins[key] = _twin(self.graph.choices.families[family], option, field, wanted)
+        twin = self.twins[key]
+        return option if twin is None else twin
+
     def residents(self, shape: Shape) -> list[int]:
         above = self.states[shape.resident :]
         return [*(i for bit, i in enumerate(self.ends) if shape.ends >> bit & 1), *self.states[: shape.resident],
-                *(i for place, i in enumerate(above) if spread(place, shape.scattered, len(above)))]  # fmt: skip
+                *compress(above, spread_over(shape.scattered, len(above)))]  # fmt: skip
 
     def most(self, count: str) -> int:
         """`ends` counts in binary."""
@@ -138,7 +148,9 @@ class StructuredSearch:
         return (1 << len(self.ends)) - 1 if count == "ends" else len(members.get(count, self.states))
 
     def fits(self, shape: Shape) -> bool:
-        return feasible(self.rows, self.selection(shape))
+        if shape not in self.fitting:
+            self.fitting[shape] = feasible(self.rows, self.selection(shape))
+        return self.fitting[shape]
 
     def period(self, shape: Shape) -> int:
         """In units."""
@@ -348,9 +360,11 @@ def search_structured(graph: EventGraph, rows: Sequence[MemoryRow]) -> tuple[tup
     return (search.selection(shape), search.period(shape)) if shape else None
 
 
-def spread(place: int, count: int, places: int) -> bool:
-    """True for `count` of so many `places` (all, if it is more), as evenly as can be."""
-    return (place + 1) * min(count, places) // places > place * min(count, places) // places
+@cache
+def spread_over(count: int, places: int) -> tuple[bool, ...]:
+    """True for `count` of so many places (all, if it is more), as evenly as can be."""
+    chosen = min(count, places)
+    return tuple((place + 1) * chosen // places > place * chosen // places for place in range(places))
 
 
 def most_that_holds(shape: Shape, count: str, most: int, holds: Callable[[Shape], bool]) -> Shape | None:

@@ -5,7 +5,7 @@
     layers, their kinds, and the parameters of each
         tracer layers segments grouping metamodel minipipeline
     what a stage computes and moves
-        metering
+        metering metakernels
     the loss; head and loss in chunks; embeddings by rows
         loss chunked_loss linear_cross_entropy liger loss_memory lookups
 """

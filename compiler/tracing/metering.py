@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from slidedp.compiler.tracing.calls import tensors
+from slidedp.compiler.tracing.metakernels import call
 
 
 class Meter(TorchDispatchMode):
@@ -33,7 +34,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._overloadpacket is torch.ops.aten._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
             return self._grouped_mm(*args[:2])
-        out = func(*args, **(kwargs or {}))
+        out = call(func, args, kwargs or {})
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
@@ -83,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen = {storage_key(t) for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = call(func, args, kwargs or {})
         for t in tensors(out):
             key, storage = storage_key(t), t.untyped_storage()
             if key not in self._seen:

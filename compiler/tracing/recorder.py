@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from slidedp.compiler.errors import TraceError
 from slidedp.compiler.tracing.calls import CONCRETE, RANDOM, importable, on_device, shapes, tensors, tree
 from slidedp.compiler.tracing.guards import BATCH, Guard, closure, describe, make_slice, summary
+from slidedp.compiler.tracing.metakernels import MetaKernels
 from slidedp.compiler.tracing.metamodel import MetaModel
 from slidedp.compiler.tracing.metering import Meter, is_fusable_attention, storage_key
 
@@ -263,7 +264,7 @@ class MetaRecorder(TorchFunctionMode):
         cost_key = kind, tuple(t.requires_grad for t in tensors((args, kwargs)))
         meter = None if cost_key in self._leaf_costs else Meter(self._resident)
         try:
-            with self._opaque(meter), meter.running() if meter else nullcontext():
+            with self._opaque(meter), meter.running() if meter else MetaKernels():
                 out = m._call_impl(*args, **kwargs)
         except TraceError:
             raise

@@ -5,6 +5,7 @@
     segments.py   the graph -> prologue, layers, epilogue       grouping.py  parameters -> groups with a flat layout
     loss.py       the loss and its number of valid tokens       metering.py  flops and saved bytes
     guards.py     which batches the trace is valid for
+    metakernels.py  what operations return on meta, worked out once
     chunked_loss.py  the epilogue with its logits in chunks  loss_memory.py  what it holds at most
     lookups.py    tables of which the prologue reads the batch's rows only
 """
