@@ -96,16 +96,16 @@ def test_the_rule_is_kept_when_the_solver_is_wrong(monkeypatch: pytest.MonkeyPat
 
 
 def test_weights_are_held_where_host_memory_binds_and_hbm_is_free() -> None:
-    """The graph sees less in it than there is: the copies that it spares are hidden, but updates run slower beside them."""
+    """The graph sees nothing in it: the copies that it spares are hidden, but updates run slower beside them."""
     layers = stack(12, 100_930_560, 50_000_000, tokens=4096, width=2560)
-    hw, pins = replace(load_profile("h200x1"), host_dram_gbps=160.0), {"state": "host", "act": "recompute", "slices": 1}
+    hw, pins = replace(load_profile("h200x1"), host_dram_gbps=170.0), {"state": "host", "act": "recompute", "slices": 1}
     streamed, free = (decide(layers, replace(settings(policy=p), hw=hw)) for p in (pins | {"weights": "stream"}, pins))
     held = [d.weights for name, d in free.decisions.groups.items() if name.startswith("L")]
     assert set(held) == {Residence.HOLD}
     assert streamed.record is not None
     assert free.record is not None
     gain, seen = (getattr(streamed.record, us) / getattr(free.record, us) for us in ("simulated_us", "bound_us"))
-    assert gain > max(seen, 1.02)
+    assert gain > 1.03 > 1.001 > seen
 
 
 def test_polishing_simulates_no_plan_twice_and_no_more_than_asked_for() -> None:
