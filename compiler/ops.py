@@ -101,7 +101,7 @@ COLLECTIVES = frozenset({OpKind.ALL_GATHER, OpKind.REDUCE, OpKind.BARRIER})
 ORDERED = frozenset(Stream) - {Stream.CPU}
 """Streams whose issue order is text order, so that consecutive ops need no edge."""
 
-MOST_AHEAD = 10
+COMPUTE_AHEAD = 10
 """Ops of compute that are issued and not yet done, at most. CUDA takes about a thousand kernels, those of ten layers' forward and
 backward or so; then it blocks whoever launches or copies anything, and not until there is room for one more: on an H200 for 20 to
 60 ms, after which the device had nothing left to do. Half as many outlast what holds the host up now and then."""

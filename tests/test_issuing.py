@@ -10,7 +10,7 @@ from stacks import qwen3_4b
 from slidedp.compiler.costmodel.contention import COPY_ISSUE_US, ISSUED_BESIDE_CORES, Contention
 from slidedp.compiler.costmodel.measured import Measurement, PhaseCost
 from slidedp.compiler.decisions import Activation
-from slidedp.compiler.ops import MOST_AHEAD, Edge, Op, OpGraph, OpKind, Reason, Stream
+from slidedp.compiler.ops import COMPUTE_AHEAD, Edge, Op, OpGraph, OpKind, Reason, Stream
 from slidedp.compiler.simulation.predict import cost_model_of, predict, price
 from slidedp.compiler.simulation.simulate import Timeline, simulate
 from slidedp.compiler.solver.defaults import default_decisions
@@ -51,12 +51,12 @@ def test_beside_the_cores_issuing_takes_longer():
     assert line.busy_us[Stream.GPU] == pytest.approx(4 * HOST_US * ISSUED_BESIDE_CORES, abs=2)
 
 
-@pytest.mark.parametrize("num_ops", [MOST_AHEAD - 1, 4 * MOST_AHEAD])
+@pytest.mark.parametrize("num_ops", [COMPUTE_AHEAD - 1, 4 * COMPUTE_AHEAD])
 def test_the_host_gets_ahead_while_a_long_op_runs(num_ops: int):
     """But only so many ops, for more would fill the device's queue; from then on it loses of that what it is slower by."""
     ops = (*compute(1, OpKind.EPILOGUE), *compute(num_ops, OpKind.BACKWARD))
     line = stepped(ops, {op.name: HOST_US for op in ops}, epilogue=1_000_000)
-    issued_then = (num_ops - (MOST_AHEAD - 1)) * HOST_US  # after the long op, whose end lets the first of them begin
+    issued_then = (num_ops - (COMPUTE_AHEAD - 1)) * HOST_US  # after the long op, whose end lets the first of them begin
     assert line.late_us == max(0, issued_then - num_ops * DEVICE_US)
     assert line.step_us == 1_000_000 + num_ops * DEVICE_US + line.late_us
 

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from slidedp.compiler.ops import MOST_AHEAD, Stream
+from slidedp.compiler.ops import COMPUTE_AHEAD, Stream
 from slidedp.executor.streams import turns
 from slidedp.executor.streams.streams import Streams
 from slidedp.executor.streams.tickets import Aborted, Ticket
@@ -418,12 +418,12 @@ def test_compute_is_issued_a_few_ops_ahead_of_the_device(streams, devices):
     s, gate, issued = streams(devices=devices), threading.Event(), []
     devices[Stream.GPU].launch(lambda: gate.wait(WAIT_S))
     devices[Stream.H2D].launch(lambda: gate.wait(WAIT_S))
-    compute = [s.submit(Stream.GPU, lambda i=i: issued.append(i)) for i in range(3 * MOST_AHEAD)]
-    copies = [s.submit(Stream.H2D, lambda: None) for _ in range(3 * MOST_AHEAD)]
-    assert compute[MOST_AHEAD - 1].wait_issued(WAIT_S)
+    compute = [s.submit(Stream.GPU, lambda i=i: issued.append(i)) for i in range(3 * COMPUTE_AHEAD)]
+    copies = [s.submit(Stream.H2D, lambda: None) for _ in range(3 * COMPUTE_AHEAD)]
+    assert compute[COMPUTE_AHEAD - 1].wait_issued(WAIT_S)
     assert copies[-1].wait_issued(WAIT_S)
-    assert not compute[MOST_AHEAD].wait_issued(0.05)
-    assert issued == list(range(MOST_AHEAD))
+    assert not compute[COMPUTE_AHEAD].wait_issued(0.05)
+    assert issued == list(range(COMPUTE_AHEAD))
     gate.set()
     assert compute[-1].wait_done(WAIT_S)
-    assert issued == list(range(3 * MOST_AHEAD))
+    assert issued == list(range(3 * COMPUTE_AHEAD))

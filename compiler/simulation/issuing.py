@@ -1,7 +1,7 @@
 """The host thread that issues compute to the device, in order, and as far ahead of it as it may be.
 
 An op of a device is issued when all that it waits for is: another device op as soon as that one is issued, host work when it
-has ended, and of compute MOST_AHEAD ops at most before they are done. An update in HBM also waits for the loss, which says
+has ended, and of compute COMPUTE_AHEAD ops at most before they are done. An update in HBM also waits for the loss, which says
 whether the step counts. Compute is issued kernel by kernel, which takes a thread the time that was measured of its stage,
 longer beside busy cores; copies hold that thread up, if it has anything to issue then. An op ends on the device no earlier than
 it is issued.
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from slidedp.compiler.costmodel.contention import COPY_ISSUE_US, ISSUED_BESIDE_CORES
-from slidedp.compiler.ops import MOST_AHEAD, Op, OpKind, Stream
+from slidedp.compiler.ops import COMPUTE_AHEAD, Op, OpKind, Stream
 
 OF_THE_HOST = frozenset({Stream.CAST, Stream.HOST, Stream.CPU})
 
@@ -50,7 +50,7 @@ class Issuing:
         i = node % self.n
         stream, begin = self.stream[i], max(self.until[self.stream[i]], self.since[node])
         if stream is Stream.GPU:
-            if len(self.ahead) == MOST_AHEAD:
+            if len(self.ahead) == COMPUTE_AHEAD:
                 begin = max(begin, self.ends[self.ahead.popleft()])
             self.ahead.append(node)
         elif self.kind[i] is OpKind.GPU_UPDATE:

@@ -21,7 +21,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from slidedp.compiler.ops import MOST_AHEAD, Stream
+from slidedp.compiler.ops import COMPUTE_AHEAD, Stream
 from slidedp.executor.streams import turns
 from slidedp.executor.streams.pulse import Pulse, place_of
 from slidedp.executor.streams.tickets import Aborted, Ticket
@@ -62,7 +62,7 @@ class OpStream(Worker):
         streams, device = self._streams, self.device
         self._current = ticket  # before the look at `error`: an abort sets `error` first and looks here second
         try:
-            if self._ahead is not None and len(self._ahead) == MOST_AHEAD:
+            if self._ahead is not None and len(self._ahead) == COMPUTE_AHEAD:
                 self._ahead.popleft().synchronize()
             streams.check()
             self._hold(ticket, waits, before)
