@@ -25,7 +25,7 @@ from slidedp.compiler.decisions import Route
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.simulation.timeline import Timeline
 from slidedp.hardware import load_profile
-from slidedp.sweep import Case, Sweep
+from slidedp.reports.sweep import Case, Sweep
 
 MODEL, SEQ = "qwen3-14b", 512
 

@@ -7,22 +7,20 @@ This folder is the face of the package.
 
     what a plan is, how it is lowered, and how it runs; each folder's ``__init__.py`` has a map like this one
         compiler passes executor
-    `compile`, and the plan that it returns
-        api settings ranks batch plan artefact agreement
-    planning: trace, decide, lower; machines and models by name
-        planner specialisation decide autopolicy speculation slicing plancache cache hardware presets paper
-    the first batch and the first steps: measured costs, and plans timed against one another
-        first_batch calibrate validation candidate recheck
-    checkpoints, learning rates, the end
-        checkpoints saving schedule ending
-    reports: what a plan is, what binds it, what else it could be
-        report explanation what_if sensitivity sweep estimate page
-    the command line
-        __main__ cli cli_show cli_train progress version
-    ``slidedp train``
-        train train_config typed_config train_resume train_schedule model_files documents packed_rows loader metrics stopping
-    `SlideTrainer`, in transformers' Trainer
-        hf hf_arguments hf_checkpoints
+    what is asked for; machines and models by name; what is kept between runs
+        settings ranks batch agreement hardware presets cache progress version
+    from a model and a batch to a plan
+        planning
+    what a plan is, what binds it, what else it could be
+        reports
+    the first steps, in which plans are timed against one another
+        trial
+    learning rates, checkpoints, the end
+        schedule checkpoints saving ending
+    `compile`, and the plan that it returns; plans on paper
+        artefact plan api paper
+    ``slidedp train``; the command line; `SlideTrainer`, in transformers' Trainer
+        training commands __main__ hf
 """
 
 from slidedp.agreement import StopAsked
@@ -42,10 +40,10 @@ from slidedp.executor.machine.step import NonFiniteLoss, StepResult
 from slidedp.executor.optim.adam import NonFiniteGradient
 from slidedp.executor.shared.segment import HostMemoryError
 from slidedp.executor.shared.words import PeerError
-from slidedp.explanation import Report, explain
 from slidedp.paper import plan_on_paper
 from slidedp.passes.verify import VerifyError
 from slidedp.plan import Plan
+from slidedp.reports.explanation import Report, explain
 from slidedp.version import __version__
 
 load_plan = PlanFile.load

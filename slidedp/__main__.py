@@ -2,7 +2,7 @@
 
 import sys
 
-from slidedp.cli import main
+from slidedp.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,14 +19,14 @@ from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.planfile.planyaml import is_plan
 from slidedp.compiler.strict import load_yaml
 from slidedp.compiler.units import parse_bytes
-from slidedp.decide import SOLVERS
 from slidedp.executor.options import PEER_ABSENCE_S, PEER_TIMEOUT_S, MachineOptions, update_threads
 from slidedp.executor.stages.binding import refuse_owned
 from slidedp.hardware import load_profile
 from slidedp.plan import Plan
+from slidedp.planning.decide import SOLVERS
 from slidedp.ranks import find_ranks
 from slidedp.settings import DTYPE_NAMES, Settings
-from slidedp.validation import NUM_STEPS
+from slidedp.trial.validation import NUM_STEPS
 
 Policy = Mapping[str, Any] | PlanFile | str | Path | None
 

@@ -14,13 +14,13 @@ from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.planfile.verdict import Verdict
 from slidedp.compiler.simulation.simulate import Timeline
 from slidedp.compiler.text import print_graph
-from slidedp.explanation import Report, explain
-from slidedp.report import describe, memory_of, notes_of, planfile_of
+from slidedp.reports.explanation import Report, explain
+from slidedp.reports.report import describe, memory_of, notes_of, planfile_of
 
 if TYPE_CHECKING:
-    from slidedp.planner import Planner
+    from slidedp.planning.planner import Planner
+    from slidedp.planning.specialisation import Specialisation
     from slidedp.settings import Settings
-    from slidedp.specialisation import Specialisation
 
 
 class Artefact:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from slidedp.api import Policy, check_solver, deferred, load_hint, load_policy, pins_updates
-from slidedp.autopolicy import AutoPlan
 from slidedp.cache import cache_folder
 from slidedp.compiler.costmodel.costs import CostModel
 from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.units import parse_bytes
 from slidedp.hardware import load_profile
-from slidedp.planner import Planner
+from slidedp.planning.autopolicy import AutoPlan
+from slidedp.planning.planner import Planner
+from slidedp.planning.specialisation import Draft
 from slidedp.presets import build_meta_model
-from slidedp.report import planfile_of
+from slidedp.reports.report import planfile_of
 from slidedp.settings import Settings
-from slidedp.specialisation import Draft
 
 
 def plan_on_paper(

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from slidedp.agreement import SAVE_FAILED, Posted, agree_on_step
 from slidedp.artefact import Artefact
 from slidedp.batch import BatchError, Batches, check_lanes, num_batches
-from slidedp.calibrate import cached_stages
 from slidedp.checkpoints import Checkpoint, find, load, on_all, require_same_names, save
 from slidedp.compiler.simulation.simulate import Timeline, measured_timeline
 from slidedp.ending import close, close_quietly
@@ -35,14 +34,15 @@ from slidedp.executor.options import MachineOptions
 from slidedp.executor.ranks.collectives import open_collectives
 from slidedp.executor.ranks.skew import peer_wait_s
 from slidedp.executor.shared.words import PeerError
-from slidedp.first_batch import start
-from slidedp.planner import Planner
+from slidedp.planning.planner import Planner
+from slidedp.planning.specialisation import Specialisation
 from slidedp.ranks import Ranks
 from slidedp.saving import agree_to_save, start_save
 from slidedp.schedule import LearningRate, as_float, as_int
 from slidedp.settings import Settings
-from slidedp.specialisation import Specialisation
-from slidedp.validation import Trial
+from slidedp.trial.calibrate import cached_stages
+from slidedp.trial.first_batch import start
+from slidedp.trial.validation import Trial
 
 if TYPE_CHECKING:
     from slidedp.compiler.optimizer import AdamW

@@ -22,7 +22,7 @@ from training import state_of
 import slidedp
 from slidedp.executor.checkpoints.checkpoint_files import FileLayer
 from slidedp.executor.shared.words import PeerError
-from slidedp.planner import Planner
+from slidedp.planning.planner import Planner
 
 
 def one_evaluates(directory: str) -> list[str]:
@@ -71,15 +71,15 @@ def one_has_no_room(rank: int) -> str:
 
 
 BREAKS = {
-    "slidedp.planner.Planner.first_draft": RuntimeError, "slidedp.planner.Planner.decide": MemoryError,
-    "slidedp.validation.agree_on_decisions": KeyError, "slidedp.planner.Planner.finish": OSError,
+    "slidedp.planning.planner.Planner.first_draft": RuntimeError, "slidedp.planning.planner.Planner.decide": MemoryError,
+    "slidedp.trial.validation.agree_on_decisions": KeyError, "slidedp.planning.planner.Planner.finish": OSError,
     "slidedp.executor.machine.machine.Binding": RuntimeError, "slidedp.executor.machine.machine.open_backend": RuntimeError,
     "slidedp.executor.shared.segment.SharedSegment._open": OSError,
     "slidedp.executor.shared.segment.SharedSegment._create": RuntimeError,
     "slidedp.executor.devices.backend.CpuBackend.open_streams": RuntimeError,
     "slidedp.executor.devices.backend.CpuBackend.cap": RuntimeError,
     "slidedp.executor.machine.machine.CpuAdam": MemoryError, "slidedp.executor.machine.switching.Buffers": RuntimeError,
-    "slidedp.first_batch.Started": RuntimeError,
+    "slidedp.trial.first_batch.Started": RuntimeError,
 }
 """What can fail while a plan is started, and how. Only rank 0 creates segments, and only the others open them."""
 

@@ -15,9 +15,6 @@ from stacks import stack
 from test_solver import Slow
 
 import slidedp
-from slidedp import autopolicy
-from slidedp import decide as deciding
-from slidedp.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, polished
 from slidedp.compiler.costmodel.costs import WithFallback
 from slidedp.compiler.decisions import Decisions, Residence, Route
 from slidedp.compiler.eventgraph.eventgraph import EventGraph
@@ -28,8 +25,11 @@ from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.simulation.simulate import Timeline
 from slidedp.compiler.solver.defaults import default_decisions
-from slidedp.decide import decide, problem_of
 from slidedp.hardware import load_profile
+from slidedp.planning import autopolicy
+from slidedp.planning import decide as deciding
+from slidedp.planning.autopolicy import ASKED_GAP, AutoPlan, correct, is_tiny, polished
+from slidedp.planning.decide import decide, problem_of
 from slidedp.settings import Settings
 
 pytestmark = pytest.mark.null
@@ -46,7 +46,7 @@ def big(world_size: int = 1, layers: int = 3) -> LayerGraph:
 @pytest.fixture(autouse=True)
 def _a_quarter_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the very plans that all of it does: these models are small."""
-    monkeypatch.setattr("slidedp.autopolicy.LIMIT", 1.0)
+    monkeypatch.setattr("slidedp.planning.autopolicy.LIMIT", 1.0)
 
 
 @cache
@@ -288,8 +288,8 @@ def test_bad_arguments_are_named() -> None:
 
 def test_plan_files_record_the_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the command line, with a toy that is made to look worth it: the proof, the overhead, the hint and the cache."""
-    import slidedp.autopolicy as autopolicy
-    from slidedp.cli import main
+    import slidedp.planning.autopolicy as autopolicy
+    from slidedp.commands.cli import main
 
     monkeypatch.setattr(autopolicy, "TINY_STEP_US", 0)
     monkeypatch.setattr(autopolicy, "LIMIT", 0.2)  # nothing here asks for a good plan

@@ -26,8 +26,8 @@ from slidedp.compiler.tracing.tracer import Trace, trace, with_head_chunks
 from slidedp.executor.devices.backend import CpuBackend
 from slidedp.executor.stages.stages import StageRunner
 from slidedp.hardware import load_profile
-from slidedp.planner import Planner
-from slidedp.report import summary
+from slidedp.planning.planner import Planner
+from slidedp.reports.report import summary
 from slidedp.settings import Settings
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]

@@ -13,7 +13,7 @@ import yaml
 from stacks import stack
 from test_planfile import make_plan
 
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.presets import PRESETS, build_meta_model, load_config
 from slidedp.version import __version__
 

@@ -11,7 +11,7 @@ from stacks import stack
 from test_cli import one_error
 from test_planfile import make_plan
 
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.hardware import load_profile
 
 pytestmark = pytest.mark.null

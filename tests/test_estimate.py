@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from test_cli import TINY, one_error
 
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.units import parse_bytes
-from slidedp.estimate import estimate
 from slidedp.hardware import load_profile
 from slidedp.paper import plan_on_paper
+from slidedp.reports.estimate import estimate
 
 pytestmark = pytest.mark.null
 

@@ -18,8 +18,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from slidedp.cli import main
-from slidedp.metrics import read_metrics
+from slidedp.commands.cli import main
+from slidedp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.cpu
 

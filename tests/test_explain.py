@@ -21,9 +21,9 @@ from slidedp.compiler.ops import Op, OpKind, Stream
 from slidedp.compiler.planfile.planfile import Budgets, PlanFile
 from slidedp.compiler.simulation.predict import cost_model_of, predict, price
 from slidedp.compiler.simulation.simulate import simulate
-from slidedp.explanation import COUNTS, Alternative, Report, Verdict, explain
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
+from slidedp.reports.explanation import COUNTS, Alternative, Report, Verdict, explain
 
 pytestmark = pytest.mark.null
 CYCLE = graph([("copy", "h2d", 5), ("run", "gpu", 8), ("update", "cpu", 7)],

@@ -15,8 +15,8 @@ HOME = Path(slidedp.__file__).parent
 WITH_FILES = HOME / "executor" / "measure", HOME / "executor" / "native"
 """Whose docstrings say more of each file."""
 
-FOLDERS = [HOME, HOME / "passes", *(file.parent for top in ("compiler", "executor") for depth in ("", "*/")
-                                    for file in sorted((HOME / top).glob(f"{depth}__init__.py")))]  # fmt: skip
+FOLDERS = [HOME, *(file.parent for pattern in ("*/", "compiler/*/", "executor/*/")
+                   for file in sorted(HOME.glob(f"{pattern}__init__.py")))]  # fmt: skip
 
 
 @pytest.mark.parametrize("folder", [f for f in FOLDERS if f not in WITH_FILES], ids=lambda folder: str(folder.relative_to(HOME)))

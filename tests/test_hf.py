@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, EarlyStoppingCallback, GgufConfig, Trainer, TrainerCallback
 
 import slidedp
-from slidedp.hf import SlideTrainer, delivered
+from slidedp.hf.trainer import SlideTrainer, delivered
 
 pytestmark = pytest.mark.cpu
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 
 import slidedp
 from slidedp.hf import SlideTrainer
-from slidedp.hf_arguments import adamw, refuse_arguments
+from slidedp.hf.arguments import adamw, refuse_arguments
 
 pytestmark = pytest.mark.cpu
 
@@ -100,7 +100,7 @@ def test_refused_parts(tmp_path, make, said):
 
 def test_an_argument_that_nobody_has_thought_of_is_refused(tmp_path, monkeypatch):
     """A later transformers will have others; one that is used must not be ignored."""
-    monkeypatch.setattr("slidedp.hf_arguments.SUPPORTED", slidedp.hf_arguments.SUPPORTED - {"seed"})
+    monkeypatch.setattr("slidedp.hf.arguments.SUPPORTED", slidedp.hf.arguments.SUPPORTED - {"seed"})
     trainer(SlideTrainer, LLAMA, arguments(tmp_path))
     with pytest.raises(ValueError, match=r"seed=3.*this version of slidedp does not know it"):
         trainer(SlideTrainer, LLAMA, arguments(tmp_path, seed=3))

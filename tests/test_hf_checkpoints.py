@@ -152,7 +152,7 @@ def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path, monk
     for at in range(200):
         shutil.rmtree(run / "checkpoint-2", ignore_errors=True)
         files = KilledFiles(at)
-        for user in ("plan", "hf_checkpoints"):
+        for user in ("plan", "hf.checkpoints"):
             monkeypatch.setattr(f"slidedp.{user}.FileLayer", lambda files=files: files)
         try:
             trained._save_checkpoint(trained.model, None)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from train_cases import tiny_tokenizer
 
-from slidedp import documents
-from slidedp.documents import read_documents
-from slidedp.loader import Split, StatefulLoader, in_order, order_of
-from slidedp.packed_rows import Rows, prepare
+from slidedp.training import documents
+from slidedp.training.documents import read_documents
+from slidedp.training.loader import Split, StatefulLoader, in_order, order_of
+from slidedp.training.packed_rows import Rows, prepare
 
 pytestmark = pytest.mark.null
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import slidedp
 from slidedp import hardware
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.compiler.costmodel.tables import Load, Quantity
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.tracing.minipipeline import mini_pipeline, reached

@@ -18,16 +18,16 @@ from torch import nn
 from training import state_of
 
 import slidedp
-from slidedp import calibrate
 from slidedp.cache import cache_folder, machine_hash
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.compiler.costmodel.measured import MeasuredCosts, Measurement, PhaseCost
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile.costrecord import CostRecord
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.executor.measure.stages import measure_stages
-from slidedp.report import summary
+from slidedp.reports.report import summary
+from slidedp.trial import calibrate
 
 pytestmark = pytest.mark.cpu
 

@@ -22,10 +22,10 @@ from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.simulation.unroll import picture
 from slidedp.compiler.units import format_bytes
-from slidedp.page import batches, page
 from slidedp.paper import plan_on_paper
-from slidedp.sensitivity import batch_of, candidates, over_batches, over_budgets
-from slidedp.what_if import what_if
+from slidedp.reports.page import batches, page
+from slidedp.reports.sensitivity import batch_of, candidates, over_batches, over_budgets
+from slidedp.reports.what_if import what_if
 
 pytestmark = pytest.mark.null
 VOID = {"meta", "input", "br", "link", "img"}
@@ -174,7 +174,7 @@ def test_budgets_from_too_small_to_all_there_is() -> None:
 
 
 def test_batches_are_planned_anew(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slidedp.sensitivity.BATCH_FACTORS", (0.5, 1))
+    monkeypatch.setattr("slidedp.reports.sensitivity.BATCH_FACTORS", (0.5, 1))
     plan = plan_on_paper(tiny, "h200x1", batch=4, seq=16)
     world, _ = what_if(plan)
     half, same = over_batches(plan, world, tiny)

@@ -23,7 +23,7 @@ from slidedp.compiler.simulation.predict import cost_model_of, predict, price
 from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
-from slidedp.report import summary
+from slidedp.reports.report import summary
 
 pytestmark = pytest.mark.null
 

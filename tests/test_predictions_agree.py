@@ -15,7 +15,6 @@ import pytest
 from stacks import stack
 from test_eventgraph import PLAIN, costs_of, tied
 
-from slidedp.autopolicy import Problem, auto_plan
 from slidedp.compiler.costmodel.costs import AnalyticCostModel, resolve
 from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions
@@ -31,6 +30,7 @@ from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.compiler.solver.solver import solve
 from slidedp.hardware import load_profile
 from slidedp.passes.pipeline import lower
+from slidedp.planning.autopolicy import Problem, auto_plan
 
 pytestmark = pytest.mark.null
 

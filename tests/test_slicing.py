@@ -23,7 +23,7 @@ from slidedp.compiler.layergraph import LayerGraph, recut
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.hardware import load_profile
 from slidedp.paper import draft_on_paper, settings_on_paper
-from slidedp.slicing import FRAGMENTS, Slicing, choose_slices, good_plan, most_slices, plan_of, why_whole
+from slidedp.planning.slicing import FRAGMENTS, Slicing, choose_slices, good_plan, most_slices, plan_of, why_whole
 
 BATCH = lm_batch(batch=16, seq=32)
 

@@ -12,17 +12,17 @@ from tiny_models import PlainGPT, lm_batch
 
 import slidedp
 from slidedp.api import pins_updates
-from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Update
 from slidedp.compiler.footprint.memory import candidate_bytes, estimate_memory
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.solver.defaults import default_decisions
-from slidedp.decide import problem_of
-from slidedp.explanation import explain
 from slidedp.hardware import load_profile
+from slidedp.planning.autopolicy import AutoPlan
+from slidedp.planning.decide import problem_of
+from slidedp.planning.speculation import in_order_of_arrival, most_that_fit, speculating, with_fewest
+from slidedp.reports.explanation import explain
 from slidedp.settings import Settings
-from slidedp.speculation import in_order_of_arrival, most_that_fit, speculating, with_fewest
 
 pytestmark = pytest.mark.null
 H200 = load_profile("h200x1")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from test_cli import TINY, one_error
 
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.compiler.decisions import Route
 from slidedp.compiler.solver.defaults import check_budgets, default_decisions
 from slidedp.hardware import load_profile
 from slidedp.paper import plan_on_paper
 from slidedp.presets import build_meta_model
-from slidedp.sweep import Sweep, table
+from slidedp.reports.sweep import Sweep, table
 
 pytestmark = pytest.mark.null
 

@@ -16,9 +16,9 @@ import train_cases
 from safetensors.torch import load_file
 from train_cases import config, make_folder
 
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.executor.checkpoints.checkpoint_files import complete
-from slidedp.metrics import read_metrics
+from slidedp.training.metrics import read_metrics
 
 pytestmark = pytest.mark.cpu
 
@@ -95,8 +95,8 @@ def test_the_first_steps_are_those_of_plain_pytorch(base):
     """Data, loss, schedule and clipping together: what a plain loop over the same rows gives."""
     from transformers import AutoModelForCausalLM, get_scheduler
 
-    from slidedp.loader import Split, StatefulLoader
-    from slidedp.packed_rows import Facts, Rows
+    from slidedp.training.loader import Split, StatefulLoader
+    from slidedp.training.packed_rows import Facts, Rows
 
     rows = [Rows(path.parent, Facts(**json.loads(path.read_text()))) for path in (base / "whole/data").glob("*/facts.json")]
     loader = StatefulLoader(max(rows, key=len), Split(4, 4), seed=5)
@@ -196,9 +196,9 @@ def test_a_finished_run_is_not_run_again(base, capsys):
     ],
 )
 def test_mistakes_are_one_line(base, capsys, changes, message, monkeypatch):
-    monkeypatch.setattr("slidedp.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr("slidedp.training.metrics.find_spec", lambda name: None)
     before = (base / "whole/metrics.jsonl").read_bytes()
-    monkeypatch.setattr("slidedp.train.compile", lambda *args, **options: pytest.fail("mistakes are seen before"))
+    monkeypatch.setattr("slidedp.training.train.compile", lambda *args, **options: pytest.fail("mistakes are seen before"))
     assert main(["train", str(config(base, "whole", **changes))]) == 2
     assert re.search(message, one_error(capsys))
     assert (base / "whole/metrics.jsonl").read_bytes() == before

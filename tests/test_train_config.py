@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slidedp.train_config import TrainConfig, load_config
+from slidedp.training.config import TrainConfig, load_config
 
 pytestmark = pytest.mark.null
 

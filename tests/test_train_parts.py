@@ -14,10 +14,10 @@ import train_cases
 from tiny_models import family
 
 import slidedp
-from slidedp.metrics import Metrics, read_metrics, want_tensorboard
-from slidedp.packed_rows import Rows, prepare
-from slidedp.stopping import SIGNALS, StopSignals
-from slidedp.train import require_documents_apart
+from slidedp.training.metrics import Metrics, read_metrics, want_tensorboard
+from slidedp.training.packed_rows import Rows, prepare
+from slidedp.training.stopping import SIGNALS, StopSignals
+from slidedp.training.train import require_documents_apart
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -37,7 +37,7 @@ def test_a_tokenizer_without_a_vocabulary_is_none(tmp_path):
     """transformers makes one for a Qwen3 without tokenizer files; it finds no token in any text."""
     from transformers import Qwen3Config
 
-    from slidedp.model_files import find_model
+    from slidedp.training.model_files import find_model
 
     Qwen3Config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="there is no tokenizer in it"):
@@ -74,7 +74,7 @@ def test_a_model_that_mixes_documents_is_refused():
 def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch):
     asked, left, now = [], [], [100.0]
     before = [signal.getsignal(number) for number in SIGNALS]  # a shell has its background jobs ignore SIGINT
-    monkeypatch.setattr("slidedp.stopping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("slidedp.training.stopping.time.monotonic", lambda: now[0])
     with StopSignals(quiet=True, leave=left.append) as signals:
         signals.save_on_stop(lambda: asked.append(True))
         for wait_s, number in ((0, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGINT)):
@@ -116,8 +116,9 @@ def test_tensorboard_gets_what_there_is_of_each_step(tmp_path, monkeypatch):
         def close(self):
             written.append("closed")
 
-    monkeypatch.setattr("slidedp.metrics.find_spec", lambda name: name)
-    monkeypatch.setattr("slidedp.metrics.open_tensorboard", lambda folder, done: written.append((folder.name, done)) or Board())
+    monkeypatch.setattr("slidedp.training.metrics.find_spec", lambda name: name)
+    opened = lambda folder, done: written.append((folder.name, done)) or Board()  # noqa: E731
+    monkeypatch.setattr("slidedp.training.metrics.open_tensorboard", opened)
     metrics = Metrics(tmp_path, done=2)
     metrics.write({"step": 3, "loss": 2.5, "grad_norm": None, "exposed_s": 0.0, "skipped": False})
     metrics.write({"step": 3, "eval_loss": 2.25})

@@ -144,7 +144,7 @@ def test_other_shapes_do_not_count() -> None:
 def test_batches_that_all_have_a_shape_of_their_own(planned: int, default: int, caplog: pytest.LogCaptureFixture,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial is given up, on the solver's plan, whether it is its steps that do not come or the default's."""
-    monkeypatch.setattr("slidedp.validation.MOST_OTHERS", 3)
+    monkeypatch.setattr("slidedp.trial.validation.MOST_OTHERS", 3)
     steps = [lm_batch(seed=i, batch=2 if i < planned else 3 + i) for i in range(planned + 6)]
     plan, seen = sources_on_trial(steps)
     assert seen == ["cast"] * 2 + ["shadow"] * default + ["cast"] * (planned + 4 - default)

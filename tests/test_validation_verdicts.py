@@ -21,18 +21,18 @@ from train_cases import make_folder
 from validation_cases import HBM, PLANS, RECORD, batches, model, on_trial, slower, train
 
 import slidedp
-from slidedp.autopolicy import AutoPlan
-from slidedp.cli import main
+from slidedp.commands.cli import main
 from slidedp.compiler.decisions import Decisions, GroupDecision, Source, StateHome
 from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.planfile.planfile import PlanFile
 from slidedp.compiler.planfile.verdict import DEFAULT, PLAN, Verdict
 from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.executor.state.host_state import HostState
-from slidedp.planner import Planner
-from slidedp.recheck import Recheck
-from slidedp.report import summary, validation_facts
-from slidedp.validation import rival_of
+from slidedp.planning.autopolicy import AutoPlan
+from slidedp.planning.planner import Planner
+from slidedp.planning.recheck import Recheck
+from slidedp.reports.report import summary, validation_facts
+from slidedp.trial.validation import rival_of
 
 pytestmark = pytest.mark.cpu
 

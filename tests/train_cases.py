@@ -15,8 +15,8 @@ import torch
 import yaml
 
 import slidedp
-from slidedp.cli import main
-from slidedp.loader import StatefulLoader
+from slidedp.commands.cli import main
+from slidedp.training.loader import StatefulLoader
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}|{% endfor %}"
             "{% if add_generation_prompt %}<a>{% endif %}")  # fmt: skip

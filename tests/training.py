@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import slidedp
-from slidedp import planner
 from slidedp.compiler.tracing.tracer import Trace, guards_hold, specialisation_key, trace
 from slidedp.executor.state.host_state import shaped
+from slidedp.planning import planner
 
 Batch = Mapping[str, Tensor]
 

@@ -17,17 +17,17 @@ from tiny_models import PlainGPT, lm_batch
 from training import Trained, state_of
 
 import slidedp
-from slidedp import validation
-from slidedp.autopolicy import AutoPlan
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.layergraph import LayerGraph
 from slidedp.compiler.planfile.planfile import SolverRecord
 from slidedp.compiler.solver.defaults import default_decisions
-from slidedp.decide import by_the_rule
 from slidedp.executor.machine import switching
 from slidedp.executor.machine.step import Step
 from slidedp.executor.options import MachineOptions
+from slidedp.planning.autopolicy import AutoPlan
+from slidedp.planning.decide import by_the_rule
 from slidedp.settings import Settings
+from slidedp.trial import validation
 
 RECORD = SolverRecord("cp-sat", 1000, 900, 0.1, 1100, 2000, 1)
 EXACT = MachineOptions(update_kernel="torch", poison=True)
@@ -54,7 +54,7 @@ def on_trial(policy: Mapping[str, Any], seconds: Callable[[Step, bool], float]) 
         step.machine.wait_compute(step)
         return seconds(step, step.machine.plan.decisions.groups == chosen[0].groups)
 
-    with patch("slidedp.planner.decide", decide), patch("slidedp.validation.seconds_of", seconds_of):
+    with patch("slidedp.planning.planner.decide", decide), patch("slidedp.trial.validation.seconds_of", seconds_of):
         yield
 
 

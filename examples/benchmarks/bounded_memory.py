@@ -31,10 +31,10 @@ import slidedp
 from slidedp.compiler.footprint.budgets import RESERVE, RESERVE_BYTES, WHOLE
 from slidedp.compiler.layergraph import recut
 from slidedp.compiler.units import parse_bytes
-from slidedp.decide import least_bytes
 from slidedp.hardware import load_profile
 from slidedp.paper import draft_on_paper, settings_on_paper
-from slidedp.slicing import COUNTS
+from slidedp.planning.decide import least_bytes
+from slidedp.planning.slicing import COUNTS
 
 GRAIN = 2**20
 """Bytes that budgets are multiples of."""

@@ -14,12 +14,12 @@ from slidedp.compiler.footprint.memory import MemoryReport
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.residency import is_resident
 from slidedp.compiler.simulation.timeline import Timeline
-from slidedp.decide import NO_BUDGET
 from slidedp.paper import draft_on_paper, settings_on_paper
 from slidedp.passes.pipeline import lower
+from slidedp.planning.decide import NO_BUDGET
+from slidedp.planning.specialisation import Specialisation
 from slidedp.presets import PRESETS
-from slidedp.report import memory_of
-from slidedp.specialisation import Specialisation
+from slidedp.reports.report import memory_of
 
 PRESETS.setdefault("qwen3-tiny", {"model_type": "qwen3", **TINY})
 

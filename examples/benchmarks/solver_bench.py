@@ -16,7 +16,6 @@ import argparse
 import time
 from dataclasses import replace
 
-from slidedp.autopolicy import ASKED_GAP, LIMIT
 from slidedp.compiler.costmodel.contention import Contention
 from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.eventgraph.choices import find_choices
@@ -30,6 +29,7 @@ from slidedp.compiler.simulation.predict import cost_model_of
 from slidedp.compiler.solver.defaults import default_decisions
 from slidedp.compiler.solver.solver import Solution, import_cp_model, solve
 from slidedp.hardware import load_profile
+from slidedp.planning.autopolicy import ASKED_GAP, LIMIT
 
 SHAPES = {36: (100_930_560, 151936 * 2560, 2560, 9728, 1024), 80: (856_000_000, 152064 * 8192, 8192, 29568, 1024)}
 """Layers -> elements of a layer and of embedding or head, hidden and intermediate width, sequence length."""
