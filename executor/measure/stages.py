@@ -33,7 +33,8 @@ from slidedp.executor.stages.stage_graph import Slots
 from slidedp.executor.stages.stages import StageRunner
 from slidedp.executor.streams.tickets import Aborted
 
-REPEATS = 3
+REPEATS = 2
+"""Of each experiment; most kinds of layers are there twice."""
 WEIGHT_SCALE = 0.02
 
 
