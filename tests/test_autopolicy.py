@@ -16,7 +16,8 @@ from test_solver import Slow
 
 import slidedp
 from slidedp.compiler.costmodel.costs import WithFallback
-from slidedp.compiler.decisions import Decisions, Residence, Route
+from slidedp.compiler.costmodel.measured import Measurement, PhaseCost
+from slidedp.compiler.decisions import Activation, Decisions, Residence, Route
 from slidedp.compiler.eventgraph.eventgraph import EventGraph
 from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio
 from slidedp.compiler.footprint.memory import estimate_memory
@@ -206,6 +207,14 @@ def test_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(file.read_text().replace("delivery_chunks", "chunks_of_delivery"))
     decide(layers, s)
     assert len(solved) == len(others) + 2
+
+
+def test_plans_are_cached_by_how_long_the_host_takes_to_issue_compute(tmp_path: Path) -> None:
+    """Which only the simulation knows: durations and memory are the same."""
+    layers, s = big(layers=2), replace(settings(), cache_dir=tmp_path)
+    slow, quick = (PhaseCost(layers.layers[0].kind_key, OpKind.BACKWARD, Activation.RECOMPUTE, 100_000, issue_us=us)
+                   for us in (200_000, 1000))  # fmt: skip
+    assert [decide(layers, s, Measurement((row,))).cached for row in (slow, quick, slow, quick)] == [False, False, True, True]
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

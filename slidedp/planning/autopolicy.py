@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any
 
 from slidedp.compiler.costmodel.contention import Contention
-from slidedp.compiler.costmodel.costs import CostModel
+from slidedp.compiler.costmodel.costs import WithFallback
 from slidedp.compiler.costmodel.hardware import HardwareProfile
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph.choices import Choices, find_choices, pinned_slots
@@ -91,7 +91,7 @@ class Problem:
 
     layers: LayerGraph
     hw: HardwareProfile
-    costs: CostModel
+    costs: WithFallback
     simulate: Callable[[Decisions], Timeline]
     hbm_budget: int
     host_budget: int

@@ -136,7 +136,7 @@ def solve_or_recall(problem: Problem, rule: Decisions, earlier: PlanFile | None,
     if cache_dir is None:
         return auto_plan(problem, rule, hint=hint, proven=proven)
     choices = problem.choices(rule)
-    key = fingerprint(problem.graph(choices), problem.rows(choices), hint, proven)
+    key = fingerprint(problem.graph(choices), problem.rows(choices), problem.costs.measured, hint, proven)
     known = load_plan_for(cache_dir, key, problem.layers)
     if known is not None:
         return known

@@ -1,7 +1,8 @@
 """Solved decisions, cached under all that they depend on: one small YAML file a problem, read strictly and never trusted.
 
 The key is a hash of the solver's whole input. Model, machine, shape, costs, budgets and pins enter it through what they do to
-durations and memory: two problems with equal keys have equal plans.
+durations and memory, and measured stages as they are, for the simulation alone knows how long the host takes to issue them: two
+problems with equal keys have equal plans.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from slidedp.compiler.costmodel.measured import MeasuredCosts
 from slidedp.compiler.decisions import Decisions
 from slidedp.compiler.eventgraph.eventgraph import EventGraph
 from slidedp.compiler.eventgraph.memoryrows import MemoryRow
@@ -23,17 +25,17 @@ from slidedp.compiler.strict import as_mapping, check_keys, content_hash, load_y
 from slidedp.planning.autopolicy import AutoPlan
 from slidedp.version import __version__
 
-SOLVER_VERSION = 4
+SOLVER_VERSION = 5
 """Raised whenever the same problem may get another plan."""
 
 
-def fingerprint(graph: EventGraph, rows: Sequence[MemoryRow], hint: Decisions | None,
+def fingerprint(graph: EventGraph, rows: Sequence[MemoryRow], measured: MeasuredCosts | None, hint: Decisions | None,
                 proven: Proven | None = None) -> str:  # fmt: skip
     """Hash of everything that a solved plan depends on."""
     families = [[f.group, f.name, str([dict(o) for o in f.options])] for f in graph.choices.families]
     return content_hash([
         __version__, SOLVER_VERSION, families, str(graph.events), str(graph.edges), str(graph.works), str(rows),
-        decisions_hash(graph.choices.defaults), decisions_hash(hint) if hint else "",
+        measured.content_hash() if measured else "", decisions_hash(graph.choices.defaults), decisions_hash(hint) if hint else "",
         proven.seal if proven else "",
     ])  # fmt: skip
 
