@@ -258,6 +258,21 @@ def test_correction_goes_no_further_than_the_simulated_step() -> None:
     assert max_cycle_ratio(problem.graph(choices, scale), solution.selection).ratio == pytest.approx(step_us, rel=0.02)
 
 
+def test_compute_is_as_long_as_the_host_is_late_and_no_longer_where_it_is_not() -> None:
+    layers, s = big(), settings(policy={"state": "host"})
+    problem = problem_of(layers, s)
+    choices = problem.choices(default_decisions(layers, s.hw, policy={"state": "host"}))
+    solution = autopolicy.solve(problem.graph(choices), problem.rows(choices))
+    busy = problem.graph(choices).busy_us(solution.selection)
+    late = Timeline(10**9, (), busy | {Stream.GPU: 2 * busy[Stream.GPU]}, (), late_us=busy[Stream.GPU])
+    scale: dict[str, float] = {}
+    assert correct(scale, problem, choices, solution, late)
+    assert scale == {Stream.GPU: 2.0}
+    assert not correct(scale, problem, choices, solution, late)
+    assert correct(scale, problem, choices, solution, Timeline(10**9, (), busy, ()))
+    assert scale == {Stream.GPU: 1.0}
+
+
 def test_contention_in_the_simulation_is_corrected_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation that finds the update to take half as long again: the loop closes on it."""
     layers, s = big(), settings(policy={"state": "host"})
