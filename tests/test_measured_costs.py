@@ -20,7 +20,7 @@ from training import state_of
 import slidedp
 from slidedp.cache import cache_folder, machine_hash
 from slidedp.commands.cli import main
-from slidedp.compiler.costmodel.measured import MeasuredCosts, Measurement, PhaseCost
+from slidedp.compiler.costmodel.measured import MeasuredCosts, Measurement, PhaseCost, slowest, times_us
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile.costrecord import CostRecord
@@ -133,6 +133,16 @@ def test_when_choosing_has_paid_for_itself(default_us, step_us, steps, words):
     plan = replace(plan, costs=record, predictions=replace(plan.predictions, step_us=step_us))
     assert words in summary(plan).replace("\n          ", " ")
     assert PlanFile.parse(plan.to_yaml()) == plan
+
+
+def test_the_slowest_rank_counts_at_issuing_too():
+    """Each is another's: the rank whose device is slower need not be the one whose host is."""
+    one, other = (Measurement((PhaseCost("layer", OpKind.FORWARD, Activation.RECOMPUTE, duration, 5, 6, issue),
+                               PhaseCost("layer", OpKind.BACKWARD, Activation.RECOMPUTE, 30 + duration)), 1.5)
+                  for duration, issue in ((10, 8), (20, 7)))
+    agreed = [slowest([times_us(one), times_us(other)], mine) for mine in (one, other)]
+    assert agreed[0] == agreed[1]
+    assert [(p.duration_us, p.peak_bytes, p.issue_us) for p in agreed[0].phases] == [(20, 5, 8), (50, None, None)]
 
 
 # ---- the cache ----

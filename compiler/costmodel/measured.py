@@ -101,10 +101,22 @@ class MeasuredCosts:
         return content_hash([p.to_content() for p in self.measurement.phases])
 
 
+NOT_ISSUED = -1
+"""Among numbers, an `issue_us` of None."""
+
+
+def times_us(measurement: Measurement) -> list[int]:
+    """Of each phase the duration and what issuing it takes."""
+    return [us for p in measurement.phases for us in (p.duration_us, NOT_ISSUED if p.issue_us is None else p.issue_us)]
+
+
 def slowest(ranks: list[list[int]], mine: Measurement) -> Measurement:
-    """`mine` with the largest duration of any rank. `ranks`: each one's, in the order of `mine`."""
+    """`mine` with the longest times of any rank. `ranks`: the `times_us` of each, in the order of `mine`."""
     longest = [max(values) for values in zip(*ranks, strict=True)]
-    return Measurement(tuple(replace(p, duration_us=us) for p, us in zip(mine.phases, longest, strict=True)), mine.seconds)
+    pairs = zip(longest[::2], longest[1::2], strict=True)
+    phases = (replace(p, duration_us=duration, issue_us=None if issue == NOT_ISSUED else issue)
+              for p, (duration, issue) in zip(mine.phases, pairs, strict=True))  # fmt: skip
+    return Measurement(tuple(phases), mine.seconds)
 
 
 def read_measurement(content: object, where: str) -> Measurement:

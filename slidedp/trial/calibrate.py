@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slidedp.cache import machine_hash, read_cached, write_cached
-from slidedp.compiler.costmodel.measured import Measurement, read_measurement, slowest
+from slidedp.compiler.costmodel.measured import Measurement, read_measurement, slowest, times_us
 from slidedp.compiler.planfile.planyaml import to_text
 from slidedp.compiler.strict import content_hash, load_yaml, parse_yaml
 from slidedp.compiler.tracing.tracer import Trace
@@ -99,5 +99,5 @@ def _slowest(mine: Measurement, collectives: Collectives) -> Measurement:
     everyone = collectives.gather_ints([keys, len(mine.phases), round(mine.seconds * 1e3)])
     if any(row[:2] != everyone[0][:2] for row in everyone) or not mine:
         return mine
-    agreed = slowest(collectives.gather_ints([p.duration_us for p in mine.phases]), mine)
+    agreed = slowest(collectives.gather_ints(times_us(mine)), mine)
     return replace(agreed, seconds=max(ms for _, _, ms in everyone) / 1e3)
