@@ -427,3 +427,27 @@ def test_compute_is_issued_a_few_ops_ahead_of_the_device(streams, devices):
     gate.set()
     assert compute[-1].wait_done(WAIT_S)
     assert issued == list(range(3 * COMPUTE_AHEAD))
+
+
+def test_an_error_ends_compute_that_waits_for_the_device_to_catch_up(streams, devices):
+    """Whoever waits for it hears at once; its thread when the device gets there, and it issues nothing more."""
+    s, gate, issued = streams(devices=devices), threading.Event(), []
+    devices[Stream.GPU].launch(lambda: gate.wait(WAIT_S))
+    compute = [s.submit(Stream.GPU, lambda i=i: issued.append(i)) for i in range(2 * COMPUTE_AHEAD)]
+    assert compute[COMPUTE_AHEAD - 1].wait_issued(WAIT_S)
+    s.submit(Stream.CAST, lambda: 1 / 0)
+    for ticket in (compute[COMPUTE_AHEAD], compute[-1]):
+        with pytest.raises(Aborted, match="ZeroDivisionError"):
+            ticket.wait_done(WAIT_S)
+    gate.set()
+    s.close()
+    assert issued == list(range(COMPUTE_AHEAD))
+
+
+def test_an_error_of_the_device_that_the_wait_for_it_finds_is_the_streams_error(streams, devices):
+    s, lost = streams(devices=devices), RuntimeError("CUDA error: an illegal memory access was encountered")
+    devices[Stream.GPU].fail_next_event = lost
+    compute = [s.submit(Stream.GPU, lambda: None) for _ in range(COMPUTE_AHEAD + 1)]
+    with pytest.raises(Aborted, match="illegal memory access"):
+        compute[-1].wait_done(WAIT_S)
+    assert s.error is lost

@@ -46,6 +46,7 @@ class OpStream(Worker):
         self._completing: Ticket | None = None
         self._completer: threading.Thread | None = None
         self._completer_lock = threading.Lock()
+        # Events of the last ops of compute, oldest first: all of them are issued, at most COMPUTE_AHEAD not done.
         self._ahead: deque[Any] | None = deque() if device is not None and stream is Stream.GPU else None
         super().__init__(stream, streams, enter)
 
@@ -62,7 +63,7 @@ class OpStream(Worker):
         streams, device = self._streams, self.device
         self._current = ticket  # before the look at `error`: an abort sets `error` first and looks here second
         try:
-            if self._ahead is not None and len(self._ahead) == COMPUTE_AHEAD:
+            if self._ahead is not None and len(self._ahead) == COMPUTE_AHEAD:  # before the look at `error`: it may take long
                 self._ahead.popleft().synchronize()
             streams.check()
             self._hold(ticket, waits, before)
