@@ -16,7 +16,7 @@ PEER_TIMEOUT_S = 25.0
 PEER_ABSENCE_S = 300.0
 
 
-def update_threads(device: torch.device, world_size: int) -> int:
+def update_threads(world_size: int) -> int:
     """CPU threads of a rank's update: its share of the cores. Those that issue work to a GPU go first: see `update_niceness`."""
     return max(len(os.sched_getaffinity(0)) // world_size, 1)
 

@@ -136,7 +136,7 @@ def compile(
         hbm_budget=None if hbm_budget is None else parse_bytes(hbm_budget),
         host_budget=None if host_budget is None else parse_bytes(host_budget),
         measure=("cached" if ranks.device.type == "cuda" else False) if measure is None else measure,
-        cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.device, ranks.world_size),
+        cache_dir=cache_folder(cache_dir), update_threads=num_threads or update_threads(ranks.world_size),
         solver=check_solver(solver) if ranks.rank == 0 else "rule", hint=load_hint(hint),
         validate=num_validated(validate, hw_profile), same_bits=validate is None,
         may_speculate=open_to_speculation and ranks.rank == 0)

@@ -41,7 +41,7 @@ def mixed_gbps(traffic: dict[Stream, int], num_threads: int | None = None) -> fl
     copies = {s: round(updated * traffic[s] / traffic[Stream.CPU] / COPY_BYTES) for s in (Stream.H2D, Stream.D2H)}
     with closing(open_backend(torch.device(DEVICE))) as backend, closing(Lab(backend, SingleRank(), 0.0)) as lab:
         rig = Rig(backend, SingleRank(), enough(piece, piece, 1, STATE_BYTES), piece, "auto")
-        with rig.updating(lab, num_threads or update_threads(torch.device(DEVICE), 1)) as (own, update):
+        with rig.updating(lab, num_threads or update_threads(1)) as (own, update):
             tasks = {Stream.CPU: [update] * NUM_UPDATES, Stream.H2D: [rig.to_device(COPY_BYTES)] * copies[Stream.H2D],
                      Stream.D2H: [rig.to_host(COPY_BYTES)] * copies[Stream.D2H]}
             runs = [own.spans({s: ops for s, ops in tasks.items() if ops}) for _ in range(REPEATS)]

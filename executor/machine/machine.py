@@ -132,7 +132,7 @@ class Machine:
         """Load the weights, and make all that lives as long as the machine."""
         self.binding.adopt(self.state)
         kernel, threads = self.options.update_kernel, self.options.num_threads
-        threads = threads or update_threads(self.backend.device, self.world_size)
+        threads = threads or update_threads(self.world_size)
         self.adam = CpuAdam(self.state, self.plan.layers.groups, self.optimizer, kernel=kernel, num_threads=threads)
         queue = None
         if self.adam.native and self.options.native_queue:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -76,8 +75,8 @@ def measure_machine(
     cuda = device.type == "cuda"
     sizes = (QUICK_CUDA if cuda else QUICK_CPU) if quick else (FULL_CUDA if cuda else FULL_CPU)
     world = collectives.world_size
-    threads = num_threads or update_threads(device, world)
-    cores = max(len(os.sched_getaffinity(0)) // world, 1)
+    cores = update_threads(world)
+    threads = num_threads or cores
     threads, cores = collectives.exchange_ints([threads, cores])  # bound to unlike cores, ranks still make the same experiments
     largest = sizes.link_bytes[-1]
     crossings = 1 if cuda else 2  # how often a copied byte crosses host memory: where the host is its own device, twice
