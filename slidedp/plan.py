@@ -1,6 +1,6 @@
 """The Plan: what `slidedp.compile` returns and a training loop calls.
 
-It plans on the first batch (or the `example`; first_batch.py), owns the machine that runs the plan, and hands the model's
+It plans on the first batch (or the `example`; trial/first_batch.py), owns the machine that runs the plan, and hands the model's
 parameters back as ordinary ones when closed. Everything that reads state drains the pending updates first. What it says of
 itself is in artefact.py.
 """

@@ -196,7 +196,7 @@ class StructuredSearch:
                     yield filled
 
     def all_resident(self, shape: Shape) -> Shape | None:
-        """`shape` with all state in HBM, filled; None if it does not fit."""
+        """All state in HBM, with the transfers of `shape` for what all layers have alike, filled; None if it does not fit."""
         return self.filled(Shape(shape.alike, resident=len(self.states), ends=self.most("ends")))
 
     # ---- the search ----

@@ -1,4 +1,4 @@
-"""A plan that takes part in a trial (validation.py), with what the planner knows of it and the times of its steps."""
+"""A plan that takes part in a trial (trial/validation.py), with what the planner knows of it and its steps' times."""
 
 from __future__ import annotations
 
