@@ -77,14 +77,20 @@ def test_bounds_are_by_what_was_measured_before_and_after():
     assert unmixed["bound_over_step"] == unmixed["peak_bound_over_step"] == 1.0
 
 
-def test_what_a_plans_traffic_gets():
+def test_what_a_plans_traffic_gets(monkeypatch):
     """In what proportions it is moved: as much as its updates call for, in whole copies."""
-    from mixture import mixed_gbps
+    from mixture import NUM_UPDATES, REPEATS, mixed_gbps
 
     from slidedp.compiler.ops import Stream
+    from slidedp.executor.measure.lab import Lab
 
+    plain, seen = Lab.spans, []
+    monkeypatch.setattr(Lab, "spans", lambda lab, work: seen.append({s: len(ops) for s, ops in work.items()}) or plain(lab, work))
     assert mixed_gbps({Stream.CPU: 0, Stream.H2D: 8, Stream.D2H: 8}) is None
     assert mixed_gbps({Stream.CPU: 28, Stream.H2D: 4, Stream.D2H: 2}, num_threads=1) > 0
+    assert mixed_gbps({Stream.CPU: 28, Stream.H2D: 0, Stream.D2H: 2}, num_threads=1) > 0
+    both = {Stream.CPU: NUM_UPDATES, Stream.H2D: 2 * NUM_UPDATES, Stream.D2H: NUM_UPDATES}
+    assert seen == [both] * REPEATS + [{s: count for s, count in both.items() if s is not Stream.H2D}] * REPEATS
 
 
 def test_rates_of_copies():

@@ -126,13 +126,17 @@ def test_plan_files_hold_what_was_measured(tmp_path, capsys):
     [(2_000_000, 1_500_000, 3, "paid back after 3 steps"), (1000, 1000, None, "as fast"), (None, 1000, None, "does not fit")],
 )
 def test_when_choosing_has_paid_for_itself(default_us, step_us, steps, words):
-    row = PhaseCost("A-1", OpKind.FORWARD, Activation.RECOMPUTE, 7)
+    row = PhaseCost("A-1", OpKind.FORWARD, Activation.RECOMPUTE, 7, issue_us=9)
     record = CostRecord({"measured": 1}, Measurement((row,), 1.5), default_us)
     assert record.pays_back_after(step_us) == steps
     plan = make_plan(stack(2))
     plan = replace(plan, costs=record, predictions=replace(plan.predictions, step_us=step_us))
     assert words in summary(plan).replace("\n          ", " ")
     assert PlanFile.parse(plan.to_yaml()) == plan
+    content = yaml.safe_load(plan.to_yaml())
+    del content["costs"]["measured"]["phases"][0]["issue_us"]  # as it was written before that was measured
+    (older,) = PlanFile.parse(yaml.safe_dump(content)).costs.measurement.phases
+    assert older == replace(row, issue_us=None)
 
 
 def test_the_slowest_rank_counts_at_issuing_too():
