@@ -30,7 +30,7 @@ def compute(n: int, kind: OpKind = OpKind.FORWARD) -> tuple[Op, ...]:
 
 def stepped(ops: tuple[Op, ...], issue_us: dict[str, int], edges: tuple[Edge, ...] = (), **lasts: int) -> Timeline:
     """`lasts`: microseconds of ops, by kind, where it is not DEVICE_US. No op moves any bytes."""
-    return simulate(OpGraph(ops, edges), lambda op: lasts.get(op.kind, DEVICE_US), contention=Contention(HW, 1, {}, issue_us))
+    return simulate(OpGraph(ops, edges), lambda op: lasts.get(op.kind, DEVICE_US), contention=Contention(HW), issue_us=issue_us)
 
 
 def test_compute_takes_no_less_than_issuing_it():

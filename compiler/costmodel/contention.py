@@ -123,16 +123,11 @@ COMPUTES = Draw(((Resource.GPU, 1.0),))
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Who shares what on machine `hw` with `world_size` ranks.
-
-    `num_bytes`: by op name, where it is not `op.bytes`. `issue_us`: by op name, how long a host thread takes to issue it, where
-    that is known.
-    """
+    """Who shares what on machine `hw` with `world_size` ranks. `num_bytes`: by op name, where it is not `op.bytes`."""
 
     hw: HardwareProfile
     world_size: int = 1
     num_bytes: Mapping[str, int] = field(default_factory=dict)
-    issue_us: Mapping[str, int] = field(default_factory=dict)
     share: float = field(init=False)
     homeward: float = field(init=False)
 

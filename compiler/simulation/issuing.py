@@ -32,7 +32,8 @@ class Issuing:
         self.ends = [0.0] * (self.n * num_steps)
         self.loss = 0.0  # when the host last heard of one
 
-    def __bool__(self) -> bool:
+    @property
+    def takes_time(self) -> bool:
         return any(self.us)
 
     def done(self, node: int, now: float) -> None:

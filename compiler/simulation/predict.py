@@ -34,4 +34,5 @@ def price(graph: OpGraph, model: WithFallback, hw: HardwareProfile) -> ResolvedC
 
 def predict(graph: OpGraph, costs: ResolvedCosts, hw: HardwareProfile) -> Timeline:
     """The steady step of `graph`: ops that run at once share what the machine has."""
-    return simulate(graph, costs.duration_us, contention=Contention(hw, graph.world_size, costs.num_bytes, costs.issue_us))
+    contention = Contention(hw, graph.world_size, costs.num_bytes)
+    return simulate(graph, costs.duration_us, contention=contention, issue_us=costs.issue_us)

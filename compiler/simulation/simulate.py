@@ -3,6 +3,7 @@
     simulate(graph, duration_us)                          every op takes its duration, whatever else runs
     simulate(graph, duration_us, contention=Contention(hw, world_size))
                                                           durations are those alone; ops that run at once share rates
+    simulate(…, issue_us={op.name: …})                    and compute ends no earlier than a host thread has issued it
 
 Streams issue in text order, step after step; `cpu` is one server with a priority queue: of the updates that are ready,
 the earliest deadline first (DESIGN §5), the rule that the executor follows. An update makes way for one of an earlier deadline
@@ -33,7 +34,12 @@ STEADY = 1e-3
 
 
 def simulate(
-    graph: OpGraph, duration_us: Callable[[Op], int], num_steps: int | None = None, *, contention: Contention | None = None
+    graph: OpGraph,
+    duration_us: Callable[[Op], int],
+    num_steps: int | None = None,
+    *,
+    contention: Contention | None = None,
+    issue_us: Mapping[str, int] | None = None,
 ) -> Timeline:
     """The steady state of `graph`, run step after step.
 
@@ -42,16 +48,18 @@ def simulate(
         num_steps: exactly so many; default: 6 (more if edges reach over more than two), and twice as many, up to 48, until
             the period has settled. It is measured over the second half of them.
         contention: what ops share (:class:`slidedp.compiler.costmodel.contention.Contention`); None: nothing.
+        issue_us: by op name, how long a host thread takes to issue it, where that is known: see issuing.py. Needs contention.
 
     Raises ValueError naming the ops that wait for each other, if any do.
     """
+    assert contention or not issue_us, "without contention times are whole"
     assert num_steps is None or num_steps >= 2, "a period needs two steps"
     durations = [duration_us(op) for op in graph.ops]
     draws = [contention.draw(op, us) for op, us in zip(graph.ops, durations, strict=True)] if contention else None
     farthest = max((edge.distance for edge in graph.edges), default=0)
     steps = num_steps or max(FEWEST_STEPS, 3 * farthest)
     while True:
-        run = _Run(graph, durations, draws, Issuing(graph.ops, contention.issue_us, steps) if contention else None, steps)
+        run = _Run(graph, durations, draws, Issuing(graph.ops, issue_us or {}, steps), steps)
         run.to_the_end()
         if num_steps or steps >= MOST_STEPS or run.steady:
             return run.timeline()
@@ -65,7 +73,7 @@ class _Run:
     but one, so that what follows a step still competes with its end.
     """
 
-    def __init__(self, graph: OpGraph, durations: list[int], draws: list[Draw] | None, issuing: Issuing | None,
+    def __init__(self, graph: OpGraph, durations: list[int], draws: list[Draw] | None, issuing: Issuing,
                  num_steps: int) -> None:
         self.ops, self.durations, self.n, self.num_steps = graph.ops, durations, len(graph.ops), num_steps
         self.measured = num_steps - 1 - (draws is not None and num_steps > 2)
@@ -94,7 +102,7 @@ class _Run:
         self.away: dict[int, float] = {}  # how long updates made way, those that did
         self.meanwhile: dict[int, list[int]] = {}  # what ran then
         self.draws, self.sharing = draws, _Shares(draws, durations) if draws else None
-        self.issuing = issuing or None  # if it takes any time
+        self.issuing = issuing if issuing.takes_time else None
         self.late: dict[int, float] = {}  # how much longer compute ops last that are issued late
         self.left = self.n  # ops of the measured step that have not ended
 
