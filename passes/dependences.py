@@ -94,11 +94,11 @@ def meeting(a: Touched, b: Touched, one_copy: bool, world_size: int) -> tuple[bo
 
 
 @lru_cache(1 << 12)
-def ranges(touched: Touched, world_size: int) -> list[tuple[tuple[int, int], ...]]:
+def ranges(touched: Touched, world_size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """What each rank touches."""
     group = Group("", touched.numel, touched.num_trainable, ()) if touched.numel >= 0 else None
     ref = Ref("", chunk=touched.chunk, scope=touched.scope)
-    return [ref.ranges(group, world_size, rank) for rank in range(world_size)]
+    return tuple([ref.ranges(group, world_size, rank) for rank in range(world_size)])
 
 
 def flow_edges(graph: OpGraph, overlap: Overlap) -> list[Edge]:

@@ -228,7 +228,7 @@ class SlideTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """`checkpoint-N` appears when it is complete: see checkpoints.py."""
+        """`checkpoint-N` appears when it is complete: see hf/checkpoints.py."""
         self.store_flos()
         checkpoints.save(self)
 

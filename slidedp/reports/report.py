@@ -151,13 +151,16 @@ def validation_facts(v: Verdict) -> dict[str, str]:
 
 
 def stage_table(plan: PlanFile) -> str:
-    """What was measured of each kind of stage: time and device memory by phase. Memory: at most, and left at the end."""
+    """What was measured of each kind of stage, by phase: time of the device, and of the host that issues it; device memory at
+    most, and left at the end.
+    """
     if plan.costs is None or not plan.costs.measurement:
         return "no stage was measured: the costs of compute are analytic"
-    rows = [("stage kind", "phase", "act", "time", "peak", "kept")]
+    rows: list[tuple[str, ...]] = [("stage kind", "phase", "act", "time", "issuing", "peak", "kept")]
     for p in plan.costs.measurement.phases:
         sizes = ["-" if size is None else format_bytes(size) for size in (p.peak_bytes, p.kept_bytes)]
-        rows.append((p.kind_key, str(p.phase), str(p.act), f"{p.duration_us / 1e3:.3f} ms", sizes[0], sizes[1]))
+        times = ["-" if us is None else f"{us / 1e3:.3f} ms" for us in (p.duration_us, p.issue_us)]
+        rows.append((p.kind_key, str(p.phase), str(p.act), *times, *sizes))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     text = ["  ".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
             for row in rows]

@@ -65,6 +65,9 @@ MOST_OTHERS = 50
 TOLERANCE = 0.02
 """Share of a step by which the default must be faster to be kept: less is within what steps differ by anyway."""
 
+METHOD = 2
+"""Of running a plan; raised when one may have become faster than another, so that earlier verdicts do not count."""
+
 CONTROL_BYTES = 16 << 20
 """Host memory for the words of the control segment, more than there are."""
 
@@ -134,7 +137,7 @@ def verdict_path(model: nn.Module, draft: Draft, settings: Settings, plan: Decis
     kinds = sorted({stage.kind_key for stage in layers.stages})
     machine = machine_hash(s.device.type, s.world_size)
     key = content_hash([
-        __version__, model_hash(layers), params_hash(layers), kinds, shapes, layers.num_lanes, str(s.compute_dtype),
+        METHOD, __version__, model_hash(layers), params_hash(layers), kinds, shapes, layers.num_lanes, str(s.compute_dtype),
         str(s.grad_dtype), code_of(model), machine, s.update_threads, decisions_hash(plan), decisions_hash(rival)])  # fmt: skip
     return s.cache_dir / f"validated-{key}.yaml" if s.cache_dir else None
 
