@@ -24,7 +24,7 @@ class Settings:
     """What `slidedp.compile` was asked for, checked. Budgets in bytes.
 
     `measure`: measure stages (True), take what is in the cache and else measure ("cached"), or neither (False).
-    `update_threads`: of each rank, where they are known. `solver`, `hint`: see planning/decide.py. `cache_dir`: None for no cache.
+    `update_threads`: of each rank, where known. `solver`, `hint`: see planning/decide.py. `cache_dir`: None for no cache.
     `may_speculate`: whether groups do, if updates wait for the norm, is to be decided. `validate`: steps of the plan, and of the
     default's, to be timed (validation.py), 0 for none; `same_bits`: only as far as no bit depends on which of them runs.
     """
