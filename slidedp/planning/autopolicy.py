@@ -249,7 +249,8 @@ def correct(scale: dict[str, float], problem: Problem, choices: Choices, solutio
     for stream, factors in timeline.stretched.items():
         wanted |= factors if stream not in (Stream.GPU, Stream.UPDATE) else {}
     if timeline.late_us:
-        wanted[str(Stream.GPU)] = 1 / (1 - timeline.late_us / timeline.busy_us[Stream.GPU])
+        busy_us = timeline.busy_us[Stream.GPU]
+        wanted[str(Stream.GPU)] = busy_us / max(busy_us - timeline.late_us, 1)
     wanted = {name: factor for name, factor in wanted.items() if abs(factor / scale.get(name, 1.0) - 1) > GAP}
     if not wanted:
         return False
