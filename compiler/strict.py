@@ -12,6 +12,9 @@ from typing import Any
 
 import yaml
 
+LARGEST = 2**62
+"""Of whole numbers that are read: what is worked out from them are 64-bit integers and floats, which end, too."""
+
 
 def load_yaml(path: str | Path) -> Any:
     """The document in `path`, by `yaml.safe_load`. ValueError, naming the file, if it cannot be read or is not YAML."""
@@ -71,15 +74,19 @@ def as_str(value: object, where: str) -> str:
     return value
 
 
-def as_int(value: object, where: str, minimum: int = 0) -> int:
+def as_int(value: object, where: str, minimum: int = 0, maximum: int = LARGEST) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{where}: expected a whole number, got {_kind(value)}")
     if value < minimum:
         raise ValueError(f"{where}: {value} is less than {minimum}, the smallest value allowed")
+    if value > maximum:
+        raise ValueError(f"{where}: a number of {value.bit_length()} bits is more than {maximum}, the largest value allowed")
     return value
 
 
 def as_float(value: object, where: str, minimum: float = 0.0) -> float:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST:
+        raise ValueError(f"{where}: a number of {value.bit_length()} bits is too large")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where}: expected a number, got {_kind(value)}")
     if value < minimum:

@@ -16,7 +16,7 @@ from test_solver import Slow
 
 import slidedp
 from slidedp.compiler.costmodel.costs import WithFallback
-from slidedp.compiler.costmodel.measured import Measurement, PhaseCost
+from slidedp.compiler.costmodel.measured import LONGEST_US, Measurement, PhaseCost
 from slidedp.compiler.decisions import Activation, Decisions, Residence, Route
 from slidedp.compiler.eventgraph.eventgraph import EventGraph
 from slidedp.compiler.eventgraph.maxplus import max_cycle_ratio
@@ -242,6 +242,19 @@ def test_correction_scales_the_streams_that_took_longer() -> None:
     scaled = problem.graph(choices, scale).busy_us(solution.selection)
     assert scaled[Stream.CPU] == pytest.approx(2 * busy[Stream.CPU], rel=1e-3)
     assert not correct(scale, problem, choices, solution, replace(slower, busy_us=scaled))
+
+
+@pytest.mark.parametrize("late_us", [1, 10**9, LONGEST_US])
+def test_compute_that_is_nothing_but_late_is_corrected_for(late_us: int) -> None:
+    """Stages that take next to no time on the device, however long it takes to issue them."""
+    layers, s = big(), settings(policy={"state": "host"})
+    problem = problem_of(layers, s)
+    choices = problem.choices(default_decisions(layers, s.hw, policy={"state": "host"}))
+    solution = autopolicy.solve(problem.graph(choices), problem.rows(choices))
+    scale: dict[str, float] = {}
+    line = Timeline(2 * late_us, (), {Stream.GPU: late_us}, (), late_us=late_us)
+    assert correct(scale, problem, choices, solution, line) is (late_us > 1)
+    assert late_us == 1 or scale[Stream.GPU] > 1
 
 
 def test_correction_goes_no_further_than_the_simulated_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from stacks import qwen3_4b, stack
 
 from slidedp.compiler.costmodel.costs import AnalyticCostModel, CostModel, resolve
 from slidedp.compiler.costmodel.hardware import HardwareProfile
+from slidedp.compiler.costmodel.measured import LONGEST_US
 from slidedp.compiler.decisions import Boundary, Decisions, GroupDecision, Reduction, Route, Source
 from slidedp.compiler.errors import BudgetError
 from slidedp.compiler.footprint.budgets import WHOLE, host_room, room_to_fill
@@ -114,6 +116,14 @@ def test_user_model_over_analytic() -> None:
 def test_bad_costs_name_class_and_op(cost: object) -> None:
     with pytest.raises(ValueError, match=r"cost model Returns: duration_us of h2d\.L00\.c0 is"):
         resolve([op(OpKind.H2D)], ROUND, AnalyticCostModel(), Returns(cost))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cost", [LONGEST_US + 1, sys.maxsize, 10**30, 10**400])
+def test_what_takes_longer_than_can_be_added_up_is_refused(cost: int) -> None:
+    message = r"^h2d\.L00\.c0 takes more than 1\d+ microseconds, the most that an op may \(user cost\)$"
+    with pytest.raises(ValueError, match=message):
+        resolve([op(OpKind.H2D)], ROUND, AnalyticCostModel(), Returns(cost))  # type: ignore[arg-type]
+    assert resolve([op(OpKind.H2D)], ROUND, AnalyticCostModel(), Returns(LONGEST_US)).durations_us  # type: ignore[arg-type]
 
 
 def test_numpy_integers_are_whole_numbers() -> None:

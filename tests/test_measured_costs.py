@@ -20,7 +20,15 @@ from training import state_of
 import slidedp
 from slidedp.cache import cache_folder, machine_hash
 from slidedp.commands.cli import main
-from slidedp.compiler.costmodel.measured import MeasuredCosts, Measurement, PhaseCost, slowest, times_us
+from slidedp.compiler.costmodel.measured import (
+    LONGEST_US,
+    MeasuredCosts,
+    Measurement,
+    PhaseCost,
+    read_measurement,
+    slowest,
+    times_us,
+)
 from slidedp.compiler.decisions import Activation
 from slidedp.compiler.ops import OpKind, Stream
 from slidedp.compiler.planfile.costrecord import CostRecord
@@ -115,10 +123,28 @@ def test_plan_files_hold_what_was_measured(tmp_path, capsys):
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows[1:-1]] == [[p.kind_key, p.phase] for p in loaded.costs.measurement.phases]
     content = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    for row in content["costs"]["measured"]["phases"]:
+        assert row.pop("issue_us") is None
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content))
+    assert PlanFile.load(tmp_path / "plan.yaml").costs == loaded.costs, "files from before issuing was measured are read"
     content["costs"]["measured"]["phases"][0]["phase"] = "sideways"
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match=r"costs: measured: phases: entry 0: phase: 'sideways' is unknown"):
         PlanFile.load(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"issue_us": -1}, "issue_us: -1 is less than 0"), ({"issue_us": 1.5}, r"issue_us: expected a whole number, got 1\.5"),
+     ({"issue_us": 10**400}, "issue_us: a number of 1329 bits is more than"), ({"issue_us": LONGEST_US + 1}, "issue_us: a"),
+     ({"duration_us": 10**400}, "duration_us: a number of 1329 bits"), ({"peak_bytes": 10**400}, "peak_bytes: a number of 1329"),
+     ({"seconds": 10**400}, "seconds: a number of 1329 bits is too")])  # fmt: skip
+def test_no_times_that_nobody_can_compute_with(change, message):
+    row = PhaseCost("A-1", OpKind.FORWARD, Activation.RECOMPUTE, 7)
+    content = Measurement((row,), 1.5).to_content()
+    (content if "seconds" in change else content["phases"][0]).update(change)
+    with pytest.raises(ValueError, match=message):
+        read_measurement(content, "here")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from itertools import product
 from typing import Protocol, runtime_checkable
 
 from slidedp.compiler.costmodel.hardware import HardwareProfile
-from slidedp.compiler.costmodel.measured import MEASURED, MeasuredCosts
+from slidedp.compiler.costmodel.measured import LONGEST_US, MEASURED, MeasuredCosts
 from slidedp.compiler.costmodel.tablecosts import ADAM_BYTES_PER_PARAM, MEASURED_TABLE, table_us
 from slidedp.compiler.layergraph import ITEMSIZE
 from slidedp.compiler.ops import Chunk, Op, OpKind, Stream
@@ -165,7 +165,7 @@ def resolve(
     """Costs of `ops` from `user`, where it is silent as `measured`, and from `analytic` for the rest.
 
     Raises ValueError, naming class and op, for a model without the two methods and for a cost that is not a whole number
-    of 0 or more.
+    of 0 or more; and naming the op, for one that takes longer than `LONGEST_US`.
     """
     costs = WithFallback(analytic, user, measured)
     durations, num_bytes, sources, issues = {}, {}, {}, {}
@@ -193,6 +193,12 @@ class WithFallback:
             _check_methods(self.user)
 
     def sourced_duration_us(self, op: Op, hw: HardwareProfile) -> tuple[int, str]:
+        cost, source = self._sourced_duration_us(op, hw)
+        if cost > LONGEST_US:
+            raise ValueError(f"{op.name} takes more than {LONGEST_US} microseconds, the most that an op may ({source} cost)")
+        return cost, source
+
+    def _sourced_duration_us(self, op: Op, hw: HardwareProfile) -> tuple[int, str]:
         cost = _ask(self.user, "duration_us", op, hw)
         if cost is not None:
             return cost, "user"

@@ -19,6 +19,9 @@ from slidedp.compiler.strict import as_float, as_int, as_list, as_mapping, as_st
 MEASURED = "measured"
 """The source of a cost that came from here."""
 
+LONGEST_US = 10**13
+"""Of an op, four months: steps are added up from a few thousand of them in 64 bits."""
+
 PHASES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.EPILOGUE, OpKind.RECOMPUTE, OpKind.BACKWARD)
 ROW_KEYS = ("kind", "phase", "act", "duration_us", "peak_bytes", "kept_bytes", "issue_us")
 
@@ -134,9 +137,9 @@ def _phase(content: object, where: str) -> PhaseCost:
         raise ValueError(f"{where}: phase: {row['phase']!r} is unknown; allowed: {', '.join(PHASES)}")
     if row["act"] not in tuple(Activation):
         raise ValueError(f"{where}: act: {row['act']!r} is unknown; allowed: {', '.join(Activation)}")
-    duration = as_int(row["duration_us"], f"{where}: duration_us")
+    duration = as_int(row["duration_us"], f"{where}: duration_us", maximum=LONGEST_US)
     peak = None if row["peak_bytes"] is None else as_int(row["peak_bytes"], f"{where}: peak_bytes")
     kept = None if row["kept_bytes"] is None else as_int(row["kept_bytes"], f"{where}: kept_bytes", minimum=-(2**62))
-    issue = None if row.get("issue_us") is None else as_int(row["issue_us"], f"{where}: issue_us")
+    issue = None if row.get("issue_us") is None else as_int(row["issue_us"], f"{where}: issue_us", maximum=LONGEST_US)
     key = as_str(row["kind"], f"{where}: kind"), OpKind(row["phase"]), Activation(row["act"])
     return PhaseCost(*key, duration, peak, kept, issue)

@@ -249,7 +249,7 @@ def correct(scale: dict[str, float], problem: Problem, choices: Choices, solutio
     for stream, factors in timeline.stretched.items():
         wanted |= factors if stream not in (Stream.GPU, Stream.UPDATE) else {}
     if compute_us := timeline.busy_us.get(Stream.GPU):  # also where it is not late any more, as it was in the round before
-        wanted[str(Stream.GPU)] = 1 / (1 - timeline.late_us / compute_us)
+        wanted[str(Stream.GPU)] = compute_us / max(compute_us - timeline.late_us, 1)
     wanted = {name: factor for name, factor in wanted.items() if abs(factor / scale.get(name, 1.0) - 1) > GAP}
     if not wanted:
         return False
