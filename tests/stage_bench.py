@@ -230,4 +230,5 @@ AWKWARD = {
     "skips": Skips,
     "shared": Shared,
     "dropout": lambda: nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.3)) for _ in range(3)), nn.Linear(12, 10)),
+    "rrelu": lambda: nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.RReLU()) for _ in range(3)), nn.Linear(12, 10)),
 }

@@ -77,10 +77,13 @@ class SavedTensors:
         label: names the stage in errors.
         keep: holders keep what they are given (`retain`, `offload`); else they are empty until :meth:`refill`.
         stay: inputs that are where they are until the backward is done, so that the graph may as well hold them itself.
+
+    `whole`: the forward is run again to its end, not only until the holders are full; to be set once it has run.
     """
 
     def __init__(self, label: str, keep: bool, stay: Collection[str] = ()) -> None:
         self._label, self._keep, self._stay = label, keep, stay
+        self.whole = False
         self._memory: dict[str, _Memory] = {}
         self._names: dict[int, str] = {}
         self._saves: list[_Located | ReferenceType[_Holder]] = []
@@ -119,7 +122,8 @@ class SavedTensors:
         return saved_tensors_hooks(self._pack_kept if self._keep else self._pack_empty, self._unpack)
 
     def refill(self, run: Callable[[], object]) -> None:
-        """Fills the empty holders that the graph still has: `run` is the forward again. It is left as soon as they are full.
+        """Fills the empty holders that the graph still has: `run` is the forward again. It is left as soon as they are full,
+        unless it is wanted `whole`.
 
         Raises RuntimeError, naming the stage, when it does not save what the forward saved.
         """
@@ -141,6 +145,8 @@ class SavedTensors:
             with saved_tensors_hooks(self._repack, self._unpack):
                 run()
         except _Stop:
+            return
+        if self.whole and self._next > self._last:
             return
         raise RuntimeError(
             f"{self._label} saved {len(self._saves)} tensors in its forward, but {self._next} when it was run again for "
@@ -239,7 +245,7 @@ class SavedTensors:
         value, holder = t.detach(), self._empty.get(index)
         if holder is not None:
             holder.value, holder.version = value, t._version
-        if index == self._last:
+        if index == self._last and not self.whole:
             raise _Stop
         return value
 

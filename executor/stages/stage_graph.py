@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,21 @@ class Gradients:
 
     of_inputs: dict[str, Tensor]
     of_weights: dict[str, list[Tensor | None]]
+
+
+FILL_WHAT_THEY_SAVE = frozenset({"RreluWithNoiseBackward0"})
+"""Autograd's nodes of operations that write a tensor which they have saved before: its noise."""
+
+
+def fills_what_it_saves(outputs: Iterable[Tensor]) -> bool:
+    """True if what made `outputs` may save a tensor that is complete only when the operation that saves it is done."""
+    nodes, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set[object]()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions if following is not None]
+    return any(node.name() in FILL_WHAT_THEY_SAVE for node in seen)  # type: ignore[attr-defined]
 
 
 def edges_of(program: StageProgram, outputs: Sequence[Tensor]) -> dict[str, GradientEdge]:

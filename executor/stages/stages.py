@@ -35,7 +35,7 @@ from slidedp.executor.stages.gradients import GradientSlots
 from slidedp.executor.stages.modes import Modes
 from slidedp.executor.stages.saved import SavedTensors, enter
 from slidedp.executor.stages.selective import Keeping, Selections
-from slidedp.executor.stages.stage_graph import Gradients, Graph, Slots, Weights, edges_of
+from slidedp.executor.stages.stage_graph import Gradients, Graph, Slots, Weights, edges_of, fills_what_it_saves
 from slidedp.executor.stages.stage_values import StageValues
 from slidedp.executor.stages.surroundings import Changed, Surroundings
 
@@ -59,6 +59,7 @@ class StageRunner:
         self.labels = {s.name: f"layer {s.name} ({s.kind_key.rpartition('-')[0] or s.kind})" for s in trace.graph.stages}
         names = list(self._programs)
         self._first, self._last = names[0], names[-1]
+        self._to_the_end: dict[str, bool] = {}  # layers whose forward must be run again to its end, once they have run
         self._staying = {p.name: frozenset(p.inputs).difference(p.grad_inputs) for p in trace.programs}
         self.values = StageValues(trace.programs, backend.device)
         self._surroundings, self._modes = Surroundings(binding, backend), Modes(trace, binding.model)
@@ -272,6 +273,9 @@ class StageRunner:
             entered = enter({name: inputs[name] for name in program.grad_inputs})
             with keeping or nullcontext():
                 outputs = self._call(program, [entered.get(name, inputs[name]) for name in program.inputs])
+        if program.name not in self._to_the_end:
+            self._to_the_end[program.name] = fills_what_it_saves(outputs)
+        saved.whole = self._to_the_end[program.name]
         edges = {name: get_gradient_edge(value) for name, value in entered.items()}
         return Graph(edges, edges_of(program, outputs), weights, saved, keeping), outputs
 
