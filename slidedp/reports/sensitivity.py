@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from slidedp.compiler.units import format_bytes
 from slidedp.paper import plan_on_paper
 from slidedp.planning.decide import decide
 from slidedp.presets import PRESETS
+from slidedp.progress import progress_bar
 from slidedp.reports.what_if import WhatIf
 from slidedp.settings import DTYPE_NAMES, Settings
 
@@ -37,13 +38,14 @@ class Point:
 
 
 def over_budgets(plan: PlanFile, world: WhatIf) -> tuple[Point, ...]:
-    """The plan's model and batch under other device budgets, up to all that a device has; every decision made anew."""
+    """The plan's model and batch under other device budgets, up to all that a device has; every decision made anew, which takes
+    seconds each: a terminal sees how far it is.
+    """
     most = world.hw.hbm_bytes
     sizes = sorted({min(most, round(part * plan.predictions.hbm_bytes)) for part in BUDGET_PARTS} | {most})
     tokens = plan.predictions.tokens_per_s * plan.predictions.step_us
     out = []
-    for size in sizes:
-        label = format_bytes(size)
+    for label, size in counted("planning for other budgets", {format_bytes(size): size for size in sizes}):
         there = replace(world, budgets=replace(world.budgets, hbm_bytes=size))
         try:
             outcome = there.outcome(decide(plan.layers, settings_of(plan, there), world.measurement).decisions)
@@ -54,6 +56,14 @@ def over_budgets(plan: PlanFile, world: WhatIf) -> tuple[Point, ...]:
         rate = tokens / max(line.step_us, 1)
         out.append(Point(label, line.step_us, rate, memory.hbm_bytes, memory.host_bytes, str(line.bottleneck)))
     return tuple(out)
+
+
+def counted(title: str, cases: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Each of `cases`, on a progress bar."""
+    with progress_bar(title) as report:
+        for done, (label, size) in enumerate(cases.items()):
+            report(label, done, len(cases))
+            yield label, size
 
 
 def settings_of(plan: PlanFile, world: WhatIf) -> Settings:
@@ -84,8 +94,8 @@ def over_batches(plan: PlanFile, world: WhatIf, model: str | None = None) -> tup
     batch, seq = batch_of(plan)
     model, same = model_of(plan, world, model)
     out = []
-    for num in sorted({max(1, round(batch * factor)) for factor in BATCH_FACTORS}):
-        label = f"{num} x {seq}"
+    sizes = sorted({max(1, round(batch * factor)) for factor in BATCH_FACTORS})
+    for label, num in counted("planning for other batches", {f"{num} x {seq}": num for num in sizes}):
         try:
             p = (same if num == batch else replanned(plan, world, model, num, seq)).predictions
         except ValueError as e:
