@@ -61,4 +61,5 @@ def test_stages_have_their_memory(tmp_path):
     kept = rows[OpKind.RECOMPUTE].kept_bytes
     assert 0.5 * layer.activation_bytes < kept < 2 * layer.activation_bytes
     assert rows[OpKind.BACKWARD].kept_bytes < 0
+    assert all(r.issue_us > 0 and r.duration_us > 0 for r in rows.values())
     assert rows[OpKind.RECOMPUTE].peak_bytes >= kept
