@@ -101,6 +101,9 @@ COLLECTIVES = frozenset({OpKind.ALL_GATHER, OpKind.REDUCE, OpKind.BARRIER})
 ORDERED = frozenset(Stream) - {Stream.CPU}
 """Streams whose issue order is text order, so that consecutive ops need no edge."""
 
+OF_THE_HOST = frozenset({Stream.CAST, Stream.HOST, Stream.CPU})
+"""Streams of host threads whatever the device is. The others are the device's, to which a host thread issues each op."""
+
 COMPUTE_AHEAD = 10
 """Ops of compute that are issued and not yet done, at most. CUDA takes about a thousand kernels, those of ten layers' forward and
 backward or so; then it blocks whoever launches or copies anything, and not until there is room for one more: on an H200 for 20 to

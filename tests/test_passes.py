@@ -79,7 +79,7 @@ ROUTES = [
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("window", [1, 2, 99])
+@pytest.mark.parametrize("window", [1, 2, 3, 99])
 def test_every_combination_is_sound(world, window):
     for route in ROUTES:
         layers = tiny(4, world, layer=64 * 12 * 7, frozen=64 * 12)

@@ -100,7 +100,7 @@ def error_without_contention(case: Drawn) -> float:
     return period / line.step_us - 1
 
 
-@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize("first", range(0, 240, 40))
 def test_one_rank_without_contention(first: int) -> None:
     errors = {seed: error_without_contention(drawn(seed, 1)) for seed in range(first, first + 40)}
     assert {seed: error for seed, error in errors.items() if abs(error) > 1e-3} == {}
@@ -111,7 +111,7 @@ def test_a_delivery_whose_first_chunk_waits_for_several_returned_ones() -> None:
     assert abs(error_without_contention(drawn(224, 1, finest=MIN_CHUNK_BYTES))) <= 1e-3
 
 
-@pytest.mark.parametrize("first", range(0, 80, 40))
+@pytest.mark.parametrize("first", range(0, 120, 40))
 def test_four_ranks_without_contention(first: int) -> None:
     errors = {seed: error_without_contention(drawn(seed, 4)) for seed in range(first, first + 40)}
     assert {seed: error for seed, error in errors.items() if abs(error) > 1e-3} == {}

@@ -13,9 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from slidedp.compiler.costmodel.contention import COPY_ISSUE_US, ISSUED_BESIDE_CORES
-from slidedp.compiler.ops import COMPUTE_AHEAD, Op, OpKind, Stream
-
-OF_THE_HOST = frozenset({Stream.CAST, Stream.HOST, Stream.CPU})
+from slidedp.compiler.ops import COMPUTE_AHEAD, OF_THE_HOST, Op, OpKind, Stream
 
 
 class Issuing:
@@ -31,10 +29,6 @@ class Issuing:
         self.ahead: deque[int] = deque()  # the last ops of compute
         self.ends = [0.0] * (self.n * num_steps)
         self.loss = 0.0  # when the host last heard of one
-
-    @property
-    def takes_time(self) -> bool:
-        return any(self.us)
 
     def done(self, node: int, now: float) -> None:
         self.ends[node] = now

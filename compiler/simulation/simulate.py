@@ -59,7 +59,7 @@ def simulate(
     farthest = max((edge.distance for edge in graph.edges), default=0)
     steps = num_steps or max(FEWEST_STEPS, 3 * farthest)
     while True:
-        run = _Run(graph, durations, draws, Issuing(graph.ops, issue_us or {}, steps), steps)
+        run = _Run(graph, durations, draws, Issuing(graph.ops, issue_us, steps) if issue_us else None, steps)
         run.to_the_end()
         if num_steps or steps >= MOST_STEPS or run.steady:
             return run.timeline()
@@ -73,7 +73,7 @@ class _Run:
     but one, so that what follows a step still competes with its end.
     """
 
-    def __init__(self, graph: OpGraph, durations: list[int], draws: list[Draw] | None, issuing: Issuing,
+    def __init__(self, graph: OpGraph, durations: list[int], draws: list[Draw] | None, issuing: Issuing | None,
                  num_steps: int) -> None:
         self.ops, self.durations, self.n, self.num_steps = graph.ops, durations, len(graph.ops), num_steps
         self.measured = num_steps - 1 - (draws is not None and num_steps > 2)
@@ -102,7 +102,7 @@ class _Run:
         self.away: dict[int, float] = {}  # how long updates made way, those that did
         self.meanwhile: dict[int, list[int]] = {}  # what ran then
         self.draws, self.sharing = draws, _Shares(draws, durations) if draws else None
-        self.issuing = issuing if issuing.takes_time else None
+        self.issuing = issuing
         self.late: dict[int, float] = {}  # how much longer compute ops last that are issued late
         self.left = self.n  # ops of the measured step that have not ended
 

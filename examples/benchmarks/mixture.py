@@ -6,7 +6,7 @@ copies to the device updates lose more than these move, and beside copies to the
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import torch
 from device import DEVICE
@@ -39,13 +39,13 @@ def mixed_gbps(traffic: dict[Stream, int], num_threads: int | None = None) -> fl
     piece = COPY_BYTES // 2
     updated = NUM_UPDATES * piece * ADAM_BYTES_PER_PARAM
     copies = {s: round(updated * traffic[s] / traffic[Stream.CPU] / COPY_BYTES) for s in (Stream.H2D, Stream.D2H)}
-    with closing(open_backend(torch.device(DEVICE))) as backend, closing(Lab(backend, SingleRank(), 0.0)) as lab:
-        rig = Rig(backend, SingleRank(), enough(piece, piece, 1, STATE_BYTES), piece, "auto")
+    alone = SingleRank()
+    with ExitStack() as last, closing(open_backend(torch.device(DEVICE))) as backend, closing(Lab(backend, alone, 0.0)) as lab:
+        rig = last.enter_context(closing(Rig(backend, alone, enough(piece, piece, 1, STATE_BYTES), piece, "auto")))
         with rig.updating(lab, num_threads or update_threads(1)) as (own, update):
             tasks = {Stream.CPU: [update] * NUM_UPDATES, Stream.H2D: [rig.to_device(COPY_BYTES)] * copies[Stream.H2D],
                      Stream.D2H: [rig.to_host(COPY_BYTES)] * copies[Stream.D2H]}
             runs = [own.spans({s: ops for s, ops in tasks.items() if ops}) for _ in range(REPEATS)]
-    rig.close()
     moved = updated + sum(copies.values()) * COPY_BYTES
     lasted = [max(end for ops in run.values() for _, end in ops) - min(ops[0][0] for ops in run.values()) for run in runs]
     return round(moved / min(lasted) / 1e9, 1)

@@ -18,14 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slidedp.compiler.ops import Stream
+from slidedp.compiler.ops import OF_THE_HOST, Stream
 from slidedp.compiler.units import format_bytes
 from slidedp.executor.devices import garbage
 from slidedp.executor.devices.allocator import AllocatorCap, free_workspaces
 from slidedp.executor.devices.backend import RngState, Sent
 from slidedp.executor.streams.streams import Streams, Trace
 
-_DEVICE_STREAMS = (Stream.GPU, Stream.H2D, Stream.D2H, Stream.COMM, Stream.UPDATE)
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -101,7 +100,7 @@ class CudaBackend:
 
     def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
         # Collectives first when both could run: others' GPUs wait for them.
-        queues = {s: CudaQueue(self.device, -1 if s is Stream.COMM else 0, self._clock) for s in _DEVICE_STREAMS}
+        queues = {s: CudaQueue(self.device, -1 if s is Stream.COMM else 0, self._clock) for s in Stream if s not in OF_THE_HOST}
         return Streams(queues, enter=partial(self._enter, queues), delay=delay, trace=trace)
 
     def _enter(self, queues: dict[Stream, CudaQueue], stream: Stream) -> None:

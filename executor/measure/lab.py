@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from slidedp.compiler.ops import Stream
+from slidedp.compiler.ops import OF_THE_HOST, Stream
 from slidedp.executor.devices.backend import Backend
 from slidedp.executor.native.build import Ranks, StepConstants
 from slidedp.executor.options import update_niceness
@@ -20,10 +20,6 @@ Spans = dict[Stream, list[tuple[float, float]]]
 """Start and end, in seconds, of each op of a stream, in order."""
 
 MIN_OPS, MAX_OPS = 4, 200
-
-OF_THE_HOST = frozenset({Stream.CPU, Stream.CAST})
-"""Streams of host threads whatever the device is. What lies between two ops there costs as much as an op does, and the next
-update begins while the last blocks of the one before run: such an op lasts from the end of the one before it to its own."""
 
 
 class NativeUpdate(Protocol):
@@ -128,7 +124,11 @@ def lengths(spans: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def one_op(stream: Stream, spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds of one of the ops of `stream`, in the median; of the host's, by their ends, in the mean."""
+    """Seconds of one of the ops of `stream`, in the median; of the host's, by their ends, in the mean.
+
+    What lies between two ops of the host costs as much as an op does, and the next update begins while the last blocks of the one
+    before run: such an op lasts from the end of the one before it to its own.
+    """
     if stream in OF_THE_HOST and len(spans) > 1:
         ends = [end for _, end in spans]
         return (max(ends) - min(ends)) / (len(ends) - 1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slidedp.executor.native.build import DTYPE_CODES, SEGMENT, NativeUnavailable, in_process, load_library
+from slidedp.executor.options import update_threads
 
 if TYPE_CHECKING:
     from slidedp.executor.streams.updates import UpdateQueue
@@ -55,7 +56,7 @@ class HostKernels:
             raise ValueError(f"kernel: expected one of {', '.join(Kernel)}, got {kernel!r}")
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads: expected a positive number, got {num_threads}")
-        self.num_threads = num_threads or max(len(os.sched_getaffinity(0)) // num_ranks, 1)
+        self.num_threads = num_threads or update_threads(num_ranks)
         self._library: Any = None  # ctypes.CDLL
         if kernel != Kernel.TORCH:
             try:
