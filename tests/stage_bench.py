@@ -62,7 +62,7 @@ class Bench:
             if group.trainable:
                 flat = self.held.get(name, self.window)
                 if name not in self.written:
-                    poison(flat)
+                    poison(flat, flat.device)
                 out[name] = flat, name in self.written
                 self.written.add(name)
         return out

@@ -184,7 +184,14 @@ class CpuBackend:
         pass
 
 
-def poison(tensor: Tensor) -> None:
-    """Test mode: fills a released slot with NaN, so that a read before the next write shows in the result."""
+def poison(tensor: Tensor, device: torch.device) -> None:
+    """Test mode: fills a released slot with NaN, so that a read before the next write shows in the result.
+
+    In the calling thread's stream of `device`, memory of the host too: copies from it that have been issued may not have begun.
+    """
     assert tensor.is_floating_point() or tensor.dtype is torch.uint8, tensor.dtype
-    tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)  # all bits set is a NaN in every floating-point dtype
+    nan = float("nan") if tensor.is_floating_point() else 0xFF  # all bits set is a NaN in every floating-point dtype
+    if tensor.device == device:
+        tensor.fill_(nan)
+    else:
+        tensor.copy_(torch.full_like(tensor, nan, device=device), non_blocking=True)

@@ -42,12 +42,12 @@ class Closures:
         task: Task = getattr(self, op.kind.value)(op)
         if not self.machine.options.poison:
             return task
-        released = self.released(op)
+        released, device = self.released(op), self.machine.backend.device
 
         def poisoning(step: Step) -> None:
             task(step)
             for tensor in released:
-                poison(tensor)
+                poison(tensor, device)
 
         return poisoning
 

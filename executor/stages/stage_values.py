@@ -128,7 +128,7 @@ class StageValues:
             used = {storage_of(t) for t in (*self.env.values(), *kept)}
             for freed in memory:
                 if storage_of(freed) not in used:
-                    poison(freed)
+                    poison(freed, self._device)
 
     def reload(self, value: str, buffer: Tensor, slot: Tensor, copy: Copy) -> int:
         """Copies the value from `buffer` to `slot`, where the backward finds it. Returns the number of bytes."""
