@@ -38,14 +38,16 @@ class MachineOptions:
     `max_grad_norm`, `skip_nonfinite`: see clipping.py; for plans with deferred updates.
     `peer_timeout_s`, `peer_absence_s`: see hangs.py; inf to wait for ever.
     `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
-    without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `poison`
-    fills weight slots with NaN before they are refilled; `trace` gets each op's name, stream, start and end in seconds.
+    without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `pause` those
+    that a GPU waits before it runs an op that it has been given; `poison` fills weight slots with NaN before they are refilled;
+    `trace` gets each op's name, stream, start and end in seconds.
     """
 
     update_kernel: str = "auto"
     num_threads: int | None = None
     native_queue: bool = True
     delay: Callable[[str], float] | None = None
+    pause: Callable[[str], float] | None = None
     poison: bool = False
     trace: Callable[[str, Stream, float, float], None] | None = None
     max_grad_norm: float | None = None

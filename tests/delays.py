@@ -11,6 +11,7 @@ from training import begin_again
 
 import slidedp
 from slidedp.compiler.ops import OpKind
+from slidedp.executor.options import MachineOptions
 
 
 class Delays:
@@ -35,6 +36,18 @@ class Delays:
             self.slowed.add(self.slow)
             return 1e-3
         return self._random.random() * 1e-3 if self._random.random() < 0.2 else 0.0
+
+
+def late_on_gpu(seed: int, head: str = "", share: float = 0.3, **options: Any) -> MachineOptions:
+    """Some of the ops whose names begin with `head` begin up to 2 ms late, once they have been issued; of the even seeds all are
+    issued late as well, of the odd ones updates run natively. Released slots are filled with NaN.
+    """
+    rng = random.Random(seed)
+
+    def late(op: str) -> float:
+        return rng.random() * 2e-3 if op.startswith(head) and rng.random() < share else 0.0
+
+    return MachineOptions(delay=None if seed % 2 else late, pause=late, poison=True, **options)
 
 
 def each_kind_slow(plan: slidedp.Plan, batch: Any, digest_of: Callable[[slidedp.Plan], str]) -> dict[OpKind, str]:

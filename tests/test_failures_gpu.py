@@ -70,6 +70,30 @@ def test_two_plans_with_budgets_in_turns():
     assert got == want
 
 
+def test_a_failed_plan_that_is_still_open_changes_no_bit_of_another(monkeypatch):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def compiled():
+        torch.manual_seed(0)
+        return slidedp.compile(PlainGPT(width=256, layers=6, dropout=0.2), device="cuda", optimizer=OPTIMIZER,
+                               policy={"act": "offload", "boundary": "host"}, solver="rule")
+
+    def trained():
+        with compiled() as plan:
+            losses = [plan.run(lm_batch(seed=step)).loss for step in range(4)]
+            return losses, [p.detach().clone() for p in plan.model.parameters()]
+
+    want, left = trained(), compiled()
+    with monkeypatch.context() as patch:
+        patch.setattr(StageRunner, "backward", None)
+        with pytest.raises(TypeError):
+            left.run(lm_batch()).wall_s.hex()  # which waits for the backward
+    got = trained()
+    left.close()
+    assert got[0] == want[0]
+    assert all(torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
 def test_an_assertion_on_the_device(start_ranks):
     """In a process of its own, whose device fails in every call after it: what Python's end makes of that is not ours."""
     (ended,) = start_ranks(failure_cases.an_assertion_fails_on_the_gpu, 1).wait(200, check=False)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import rank_cases
 import torch
+from delays import late_on_gpu
 from tiny_models import PlainGPT, family, lm_batch
 from training import norm_wise, rounded, train_resident
 
 import slidedp
-from slidedp.executor.options import MachineOptions
 from slidedp.presets import PRESETS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -131,10 +132,8 @@ def test_delays_and_poison_change_no_bit():
     model, batches = rounded(PlainGPT(width=64)), [lm_batch(seed=i, batch=4, seq=32) for i in range(3)]
     want = train_streamed(model, batches, policy={"window": 2, "chunks": 3})
     for seed in range(20):
-        rng = random.Random(seed)
-        options = MachineOptions(delay=lambda name, rng=rng: rng.random() * 2e-3 * (rng.random() < 0.3), poison=True)
-        policy = {"window": 2, "chunks": 3, "source": "cast" if seed % 2 else "shadow"}
-        got = train_streamed(model, batches, options, policy=policy)
+        policy = {"window": 2, "chunks": 3, "source": "cast" if seed // 2 % 2 else "shadow"}
+        got = train_streamed(model, batches, late_on_gpu(seed), policy=policy)
         assert got[0] == want[0]
         assert all(torch.equal(got[1][n], p) for n, p in want[1].items())
     torch.use_deterministic_algorithms(False)
@@ -160,14 +159,13 @@ def test_activation_choices_change_no_bit():
         return train_streamed(model, batches, options, policy={"window": 2, **policy})
 
     want = run({"act": "recompute"})
-    for seed, policy in enumerate(CHOICES * 2):
-        rng = random.Random(seed)
-        slow = rng.choice(["act_offload", "act_reload", "bwd", ""])
-        options = MachineOptions(delay=lambda name, slow=slow, rng=rng: 2e-3 * (name.startswith(slow) and rng.random() < 0.5),
-                                 poison=True)  # fmt: skip
-        got = run(policy, options if seed >= len(CHOICES) else None)
-        assert got[0] == want[0], policy
-        assert all(torch.equal(got[1][n], p) for n, p in want[1].items()), policy
+    for policy in CHOICES:
+        rng = random.Random(str(policy))
+        late = [late_on_gpu(seed, rng.choice(["act_offload", "act_reload", "bwd", ""]), share=0.5) for seed in range(2)]
+        for options in (None, *late):
+            got = run(policy, options)
+            assert got[0] == want[0], policy
+            assert all(torch.equal(got[1][n], p) for n, p in want[1].items()), policy
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -187,7 +185,12 @@ def test_qwen3_06b_activation_choices():
             plan.synchronize()
             peak[name], planned[name] = torch.cuda.max_memory_allocated(), plan.memory().hbm_bytes
             print(f"\n{name:<20} {seconds:.3f} s, GiB allocated {peak[name] / 2**30:.2f}, planned {planned[name] / 2**30:.2f}")
-    assert all(found == losses["recompute"] for found in losses.values())
+        with slidedp.compile(qwen3("0.6b").to("cpu", torch.float32), optimizer=OPTIMIZER, device="cuda", policy=policy,
+                             solver="rule") as plan:
+            plan._options = replace(late_on_gpu(1), poison=False)
+            losses[f"{name}, late"] = [plan.run(batch).loss for batch in batches]
+    want = losses["recompute"]
+    assert {name: found for name, found in losses.items() if found != want} == {}, want
     extra = peak["retain"] - peak["recompute"]
     assert extra == pytest.approx(planned["retain"] - planned["recompute"], rel=0.05)
     assert peak["recompute host"] < peak["recompute"]

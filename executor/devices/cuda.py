@@ -25,6 +25,8 @@ from slidedp.executor.devices.allocator import AllocatorCap, free_workspaces
 from slidedp.executor.devices.backend import RngState, Sent
 from slidedp.executor.streams.streams import Streams, Trace
 
+_CYCLES_PER_S = 1.5e9  # of a multiprocessor, about
+
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
@@ -47,6 +49,9 @@ class CudaQueue:
         event = torch.cuda.Event(enable_timing=timing, blocking=blocking)
         event.record(self.stream)
         return event
+
+    def pause(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
 
     def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(begin.elapsed_time(end)) * 1e-3

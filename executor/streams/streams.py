@@ -72,6 +72,8 @@ class OpStream(Worker):
             timing = streams.trace is not None
             start = time.perf_counter() if timing else 0.0
             begin = device.record(blocking=False, timing=True) if timing and device is not None else None
+            if streams.pause is not None and device is not None:
+                device.pause(streams.pause(ticket.name))
             if streams.pulse is not None:
                 streams.pulse.started(self.stream, ticket.name)
             fn()
@@ -185,7 +187,8 @@ class Streams(Mapping[Stream, Worker]):
     """All streams of a rank. `devices`: the queues of those that issue to a device; the others run their ops on the host.
 
     enter: runs first in every stream's thread, with the stream (e.g. to choose its device).
-    delay: test mode; op name -> seconds that its stream sleeps before running it, to shake out missing edges.
+    delay: test mode; op name -> seconds that its stream sleeps before running it, to shake out missing edges. `pause`: the same,
+        that its device waits once it has been issued.
     trace: receives each op's name, stream, start and end; device ops are then timed by events on the device. While there is
         one, `issues` receives the same of the host's issuing them.
     """
@@ -200,6 +203,7 @@ class Streams(Mapping[Stream, Worker]):
     ) -> None:
         self.delay, self.trace = delay, trace
         self.issues: Trace | None = None
+        self.pause: Callable[[str], float] | None = None
         self.pulse: Pulse | None = None  # of several ranks: who is told of every op
         self.error: BaseException | None = None
         self._closed = False

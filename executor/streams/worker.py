@@ -31,6 +31,9 @@ class DeviceQueue(Protocol):
     def record(self, *, blocking: bool, timing: bool) -> Any:
         """An event after all work issued so far. `blocking`: a host thread will sleep, not spin, on it."""
 
+    def pause(self, seconds: float) -> None:
+        """Work issued later starts that much later: a test mode."""
+
     def elapsed_s(self, begin: Any, end: Any) -> float:
         """Seconds between two completed timing events."""
 
