@@ -28,9 +28,10 @@ from slidedp.executor.measure.host import measure_task_us, measure_update
 from slidedp.executor.measure.lab import Lab, num_ops, one_op, overlapping
 from slidedp.executor.measure.machine import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, MachineFigures, state_numel
 from slidedp.executor.measure.rig import STATE_BYTES_PER_PARAM, Rig, enough
-from slidedp.executor.measure.stages import measure_stages
+from slidedp.executor.measure.stages import REPEATS, measure_stages
 from slidedp.executor.optim.adam import CpuAdam
 from slidedp.executor.ranks.collectives import SingleRank
+from slidedp.executor.stages.stages import StageRunner
 from slidedp.executor.streams.updates import UpdateStream
 from slidedp.hardware import detect, load_profile
 from slidedp.progress import progress_bar
@@ -221,6 +222,19 @@ def test_every_kind_of_stage_is_measured():
     assert {(r.kind_key, r.phase) for r in rows} == want
     assert len(rows) == len(want)
     assert all(r.duration_us > 0 and r.peak_bytes is None for r in rows)
+
+
+def test_layers_are_timed_without_the_head(monkeypatch):
+    """Of a GPU it would lower the power: in the last runs the layers have their backwards all the same."""
+    ran = []
+    for name in ("epilogue", "_commit"):
+        whole = getattr(StageRunner, name)
+        monkeypatch.setattr(StageRunner, name, lambda *args, name=name, whole=whole: (ran.append(name), whole(*args))[1])
+    model, batch = PlainGPT(), lm_batch()
+    measure_stages(model, trace(model, batch), batch, CPU, FP32)
+    layers_alone = ["_commit"] * 2 * REPEATS
+    assert ran[-len(layers_alone) :] == layers_alone
+    assert ran[: -len(layers_alone)] == ["epilogue", *["_commit"] * 4] * (ran.count("epilogue"))  # and those of both ends
 
 
 def test_layers_that_need_one_left_out_take_it_in():

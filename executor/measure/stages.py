@@ -7,6 +7,7 @@ and all that its forward leaves behind (attributes, generators) is put back.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,10 @@ from slidedp.executor.streams.tickets import Aborted
 
 REPEATS = 2
 """Of each experiment; most kinds of layers are there twice."""
+STEADY_S = 0.5
+"""For how long layers run on a GPU before they are timed. A step's layers take it to its power limit, and within 0.1 s its clock
+goes down by some 10 %; a head beside two layers leaves it where it was.
+"""
 WEIGHT_SCALE = 0.02
 
 
@@ -52,8 +57,9 @@ def measure_stages(
 ) -> tuple[PhaseCost, ...]:
     """Time and memory of every phase of each kind of stage, for `batch`'s shapes. `dtypes`: of weights, of gradients.
 
-    Medians of a few runs, after two to warm up: how long the device takes, of runs back to back, so that it is busy ahead; how
-    long issuing takes, of single ones, so that nothing holds the host up. This rank alone: nothing is collective. Leaves `model`
+    Medians of a few runs, after two to warm up: how long the device takes, of runs back to back, so that it is busy ahead, and of
+    layers in the end once more without the head; how long issuing takes, of single ones, so that nothing holds the host up. This
+    rank alone: nothing is collective. Leaves `model`
     and every default generator as they were; torch's peak memory statistics are reset. Raises what the model's forward or
     backward raises.
     """
@@ -68,19 +74,35 @@ def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Ba
     lab = Lab(backend, SingleRank(), 0.0)
     try:
         with torch.inference_mode(False):
-            parts = _Pipeline(mini, binding, backend, batch, dtypes).parts()
+            pipeline = _Pipeline(mini, binding, backend, batch, dtypes)
+        parts = pipeline.parts()
         tasks = {Stream.GPU: [part.run for part in parts]}
         lab.spans(tasks)
         memory = _memory(lab, parts, backend.device)
         issues = [lab.issues(tasks[Stream.GPU]) for _ in range(REPEATS)]
         spans = lab.spans({Stream.GPU: tasks[Stream.GPU] * (REPEATS + 1)})[Stream.GPU]
+        seconds = [lengths(spans[i + len(parts) :: len(parts)]) for i in range(len(parts))]
+        for i, alone in _of_layers_alone(lab, pipeline, parts, seconds).items():
+            seconds[i] = alone
     except Aborted as e:
         raise e.__cause__ or e from None
     finally:
         lab.close()
         binding.restore()
-    seconds = [lengths(spans[i + len(parts) :: len(parts)]) for i in range(len(parts))]
     return _rows(mini, parts, seconds, [list(each) for each in zip(*issues, strict=True)], memory)
+
+
+def _of_layers_alone(lab: Lab, pipeline: _Pipeline, parts: list[_Part], seconds: list[list[float]]) -> dict[int, list[float]]:
+    """Seconds of the parts that are layers', by number, with nothing but layers for STEADY_S before. `seconds`: before that."""
+    first, head = parts[0], next(part for part in parts if part.phase is OpKind.EPILOGUE)
+    lab.spans({Stream.GPU: [task for part in parts for task in (part.run, *([pipeline.keep_seeds] if part is head else ()))]})
+    alone = [i for i, part in enumerate(parts) if part is first or part is head or part.stage not in (first.stage, head.stage)]
+    layers = [i for i in alone if parts[i] not in (first, head)]
+    once_s = max(sum(statistics.median(seconds[i]) for i in layers), 1e-2)
+    ahead = math.ceil(STEADY_S / once_s) if lab.backend.device.type == "cuda" else 0
+    tasks = [pipeline.seed if parts[i] is head else parts[i].run for i in alone]
+    spans = lab.spans({Stream.GPU: tasks * (ahead + REPEATS)})[Stream.GPU]
+    return {i: lengths(spans[ahead * len(alone) + n :: len(alone)]) for n, i in enumerate(alone) if i in layers}
 
 
 def _rows(
@@ -125,6 +147,7 @@ class _Pipeline:
         self.batch = batch
         backend.fence_caller()
         self.written: set[str] = set()
+        self.seeds: dict[str, Tensor] = {}
 
     def parts(self) -> list[_Part]:
         first, *layers, last = [s.name for s in self.mini.graph.stages]
@@ -142,6 +165,14 @@ class _Pipeline:
         self.written.clear()
         self.runner.start({key: self.backend.to_device(value) for key, value in self.batch.items()})
         self.runner.prologue(self.of(self.mini.graph.stages[0].name))
+
+    def keep_seeds(self) -> None:
+        """The gradients that the head has just left."""
+        self.seeds = dict(self.runner.values.grads)
+
+    def seed(self) -> None:
+        """In the head's place: the gradients that it left before."""
+        self.runner.values.grads |= {name: grad.clone() for name, grad in self.seeds.items()}
 
     def backward(self, stage: str) -> None:
         self.runner.backward(stage, self.of(stage), self.slots(stage))

@@ -26,7 +26,7 @@ from slidedp.executor.stages.binding import share_buffers
 if TYPE_CHECKING:
     from slidedp.settings import Settings
 
-METHOD = 2
+METHOD = 3
 """Of measuring; raised when what it finds is no longer what an earlier one has kept."""
 
 
