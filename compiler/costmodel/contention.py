@@ -65,11 +65,12 @@ with all state on the host 14.6. With COPY_ISSUE_US this gives the GPU's busy ti
 COPY_ISSUE_US = 100
 """For how long issuing a copy keeps the thread that issues compute waiting: of the interpreter there is one."""
 
-GPU_UPDATE_WEIGHT = 1 / 4
-"""How fast an update in HBM runs beside compute, whose weight is 1; see HBM_UPDATE_BYTES_PER_PARAM (costs.py). Measured on an
-H200, Qwen3-4B, batch 8, all state in HBM: the updates are busy for 216 ms of a step in which every layer retains and for 257 ms
-of one in which all recompute; with half of the state there 104 to 111 ms. In smaller pieces they took 247 ms, and 399 at batch
-16."""
+COMPUTE_US = 800
+"""A layer's forward that takes so long has the same share of the GPU as an update in HBM beside it, and one that takes longer so
+much more: each of the update's kernels waits for the products under way to end, which last the longer. A backward has twice as
+many products. Measured on H200s, Qwen3-4B, whose backwards take 6.1 ms at batch 8 and 12.4 at 16: updates in HBM that take 12
+picoseconds a parameter alone take 48 and 77 to 87 beside them; compute takes longer by what the update takes alone. In small
+pieces they take longer still."""
 
 
 class Resource(StrEnum):
@@ -117,8 +118,7 @@ class Draw:
 
 NOTHING = Draw()
 COMPUTE = frozenset({OpKind.PROLOGUE, OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.EPILOGUE})
-COMPUTES = Draw(((Resource.GPU, 1.0),))
-"""One stream runs all compute, so that only an update in HBM slows it."""
+OF_TWO_PASSES = frozenset({OpKind.BACKWARD, OpKind.EPILOGUE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class Contention:
         One rank's part of a resource is at most the whole of it: a cost model that makes an op faster than the profile allows
         is believed, as far as that op alone goes.
         """
-        if op.kind in COMPUTE:
-            return COMPUTES
+        if op.kind in COMPUTE:  # one stream runs all of it, so that only an update in HBM slows it
+            return Draw(((Resource.GPU, 1.0),), max(1.0, alone_us / (2 if op.kind in OF_TWO_PASSES else 1) / COMPUTE_US))
         num_bytes = self.num_bytes.get(op.name, op.bytes)
         if not num_bytes or not alone_us:
             return NOTHING
@@ -162,7 +162,7 @@ class Contention:
             case OpKind.CPU_UPDATE | OpKind.HOST_REDUCE | OpKind.HOST_GATHER | OpKind.SNAPSHOT:
                 return self.over({Resource.DRAM: gbps, Resource.CORES: 1 / self.world_size}, self.cpu_weight)
             case OpKind.GPU_UPDATE:
-                return Draw(((Resource.GPU, 1.0),), GPU_UPDATE_WEIGHT)
+                return Draw(((Resource.GPU, 1.0),))
             case _:
                 return NOTHING
 

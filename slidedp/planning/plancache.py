@@ -25,7 +25,7 @@ from slidedp.compiler.strict import as_mapping, check_keys, content_hash, load_y
 from slidedp.planning.autopolicy import AutoPlan
 from slidedp.version import __version__
 
-SOLVER_VERSION = 5
+SOLVER_VERSION = 6
 """Raised whenever the same problem may get another plan."""
 
 
