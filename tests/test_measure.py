@@ -28,9 +28,10 @@ from slidedp.executor.measure.host import measure_task_us, measure_update
 from slidedp.executor.measure.lab import Lab, num_ops, one_op, overlapping
 from slidedp.executor.measure.machine import FULL_CPU, FULL_CUDA, QUICK_CPU, QUICK_CUDA, MachineFigures, state_numel
 from slidedp.executor.measure.rig import STATE_BYTES_PER_PARAM, Rig, enough
-from slidedp.executor.measure.stages import REPEATS, measure_stages
+from slidedp.executor.measure.stages import _Pipeline, layers_in_a_row, measure_stages, num_in_a_row
 from slidedp.executor.optim.adam import CpuAdam
 from slidedp.executor.ranks.collectives import SingleRank
+from slidedp.executor.stages.binding import Binding
 from slidedp.executor.stages.stages import StageRunner
 from slidedp.executor.streams.updates import UpdateStream
 from slidedp.hardware import detect, load_profile
@@ -224,17 +225,39 @@ def test_every_kind_of_stage_is_measured():
     assert all(r.duration_us > 0 and r.peak_bytes is None for r in rows)
 
 
-def test_layers_are_timed_without_the_head(monkeypatch):
-    """Of a GPU it would lower the power: in the last runs the layers have their backwards all the same."""
+def test_as_many_layers_in_a_row_as_a_step_has_or_for_half_a_second():
+    assert num_in_a_row(18, 0.02) == 18
+    assert num_in_a_row(18, 0.1) == 5
+    assert num_in_a_row(0.5, 7.0) == 1
+
+
+def test_layers_in_a_row_have_their_backwards_and_are_told_apart(monkeypatch):
+    """As a GPU's are timed: twice a run with the head and three without; of the last three each part has its own times."""
     ran = []
-    for name in ("epilogue", "_commit"):
+    for name in ("forward", "epilogue", "_commit"):
         whole = getattr(StageRunner, name)
         monkeypatch.setattr(StageRunner, name, lambda *args, name=name, whole=whole: (ran.append(name), whole(*args))[1])
+
+    class Numbered(Lab):
+        def spans(self, work):
+            super().spans(work)
+            return {stream: [(0.0, float(i)) for i in range(len(tasks))] for stream, tasks in work.items()}
+
     model, batch = PlainGPT(), lm_batch()
-    measure_stages(model, trace(model, batch), batch, CPU, FP32)
-    layers_alone = ["_commit"] * 2 * REPEATS
-    assert ran[-len(layers_alone) :] == layers_alone
-    assert ran[: -len(layers_alone)] == ["epilogue", *["_commit"] * 4] * (ran.count("epilogue"))  # and those of both ends
+    mini = mini_pipeline(trace(model, batch))
+    with closing(CpuBackend()) as backend, closing(Numbered(backend, SingleRank(), 0.0)) as lab:
+        pipeline = _Pipeline(mini, Binding(model, mini.graph.groups), backend, batch, FP32)
+        parts = pipeline.parts()
+        got = layers_in_a_row(lab, pipeline, parts, 3)
+    row = ["forward", "forward", "_commit", "_commit"]
+    step = ["forward", "forward", "epilogue", *["_commit"] * 4, *row * 3]
+    assert ran == step * 2
+    assert [(parts[i].stage, parts[i].phase) for i in got] == [
+        (stage, OpKind(phase)) for stage, phase in (("L00", "forward"), ("L01", "forward"), ("L01", "recompute"),
+                                                    ("L01", "backward"), ("L00", "recompute"), ("L00", "backward"))]
+    length, first = 1 + len(parts) + 3 * 8, [1, 2, 4, 5, 6, 7]  # tasks; of a row, after the prologue, around the head's place
+    begin = length + 1 + len(parts)
+    assert list(got.values()) == [[begin + n + 8.0 * k for k in range(3)] for n in first]
 
 
 def test_layers_that_need_one_left_out_take_it_in():

@@ -10,7 +10,7 @@ import gc
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +36,9 @@ from slidedp.executor.streams.tickets import Aborted
 
 REPEATS = 2
 """Of each experiment; most kinds of layers are there twice."""
-STEADY_S = 0.5
-"""For how long layers run on a GPU before they are timed. A step's layers take it to its power limit, and within 0.1 s its clock
-goes down by some 10 %; a head beside two layers leaves it where it was.
+IN_A_ROW_S = 0.5
+"""For how long layers run in a row when a GPU is timed, if the model has so many. Within 0.1 s they take it to its power limit,
+and its clock goes down by some 10 %; the head after every other layer leaves it where it was.
 """
 WEIGHT_SCALE = 0.02
 
@@ -57,18 +57,17 @@ def measure_stages(
 ) -> tuple[PhaseCost, ...]:
     """Time and memory of every phase of each kind of stage, for `batch`'s shapes. `dtypes`: of weights, of gradients.
 
-    Medians of a few runs, after two to warm up: how long the device takes, of runs back to back, so that it is busy ahead, and of
-    layers in the end once more without the head; how long issuing takes, of single ones, so that nothing holds the host up. This
-    rank alone: nothing is collective. Leaves `model`
-    and every default generator as they were; torch's peak memory statistics are reset. Raises what the model's forward or
-    backward raises.
+    Medians of a few runs, after two to warm up: how long the device takes, of runs back to back, so that it is busy ahead, of a
+    GPU's layers with many in a row; how long issuing takes, of single ones, so that nothing holds the host up. This rank alone:
+    nothing is collective. Leaves `model` and every default generator as they were; torch's peak memory statistics are reset.
+    Raises what the model's forward or backward raises.
     """
     mini = mini_pipeline(trace)
     with untouched(model, device) as backend:
-        return tuple(_run(model, mini, batch, backend, dtypes))
+        return tuple(_run(model, mini, len(trace.graph.layers), batch, backend, dtypes))
 
 
-def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Backend,
+def _run(model: nn.Module, mini: Trace, num_layers: int, batch: Mapping[str, Tensor], backend: Backend,
          dtypes: tuple[torch.dtype, torch.dtype]) -> list[PhaseCost]:
     binding = Binding(model, mini.graph.groups)  # it may refuse the model
     lab = Lab(backend, SingleRank(), 0.0)
@@ -82,8 +81,11 @@ def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Ba
         issues = [lab.issues(tasks[Stream.GPU]) for _ in range(REPEATS)]
         spans = lab.spans({Stream.GPU: tasks[Stream.GPU] * (REPEATS + 1)})[Stream.GPU]
         seconds = [lengths(spans[i + len(parts) :: len(parts)]) for i in range(len(parts))]
-        for i, alone in _of_layers_alone(lab, pipeline, parts, seconds).items():
-            seconds[i] = alone
+        if backend.device.type == "cuda":
+            once_s = sum(map(statistics.median, seconds))
+            count = num_in_a_row(num_layers / max(len(mini.graph.layers), 1), once_s)
+            for i, in_a_row in layers_in_a_row(lab, pipeline, parts, count).items():
+                seconds[i] = in_a_row
     except Aborted as e:
         raise e.__cause__ or e from None
     finally:
@@ -92,17 +94,23 @@ def _run(model: nn.Module, mini: Trace, batch: Mapping[str, Tensor], backend: Ba
     return _rows(mini, parts, seconds, [list(each) for each in zip(*issues, strict=True)], memory)
 
 
-def _of_layers_alone(lab: Lab, pipeline: _Pipeline, parts: list[_Part], seconds: list[list[float]]) -> dict[int, list[float]]:
-    """Seconds of the parts that are layers', by number, with nothing but layers for STEADY_S before. `seconds`: before that."""
-    first, head = parts[0], next(part for part in parts if part.phase is OpKind.EPILOGUE)
-    lab.spans({Stream.GPU: [task for part in parts for task in (part.run, *([pipeline.keep_seeds] if part is head else ()))]})
-    alone = [i for i, part in enumerate(parts) if part is first or part is head or part.stage not in (first.stage, head.stage)]
-    layers = [i for i in alone if parts[i] not in (first, head)]
-    once_s = max(sum(statistics.median(seconds[i]) for i in layers), 1e-2)
-    ahead = math.ceil(STEADY_S / once_s) if lab.backend.device.type == "cuda" else 0
-    tasks = [pipeline.seed if parts[i] is head else parts[i].run for i in alone]
-    spans = lab.spans({Stream.GPU: tasks * (ahead + REPEATS)})[Stream.GPU]
-    return {i: lengths(spans[ahead * len(alone) + n :: len(alone)]) for n, i in enumerate(alone) if i in layers}
+def num_in_a_row(of_a_step: float, once_s: float) -> int:
+    """How often to run the layers between two heads, where a step does so `of_a_step` times and once takes `once_s`."""
+    return max(1, min(round(of_a_step), math.ceil(IN_A_ROW_S / once_s)))
+
+
+def layers_in_a_row(lab: Lab, pipeline: _Pipeline, parts: Sequence[_Part], count: int) -> dict[int, list[float]]:
+    """Seconds of the parts that are layers', by number: of `count` runs between two heads, as in a step, after as many before."""
+    head = next(i for i, part in enumerate(parts) if part.phase is OpKind.EPILOGUE)
+    ends = {parts[0].stage, parts[head].stage}
+    layers = [i for i, part in enumerate(parts) if part.stage not in ends]
+    whole = [part.run for part in parts]
+    whole.insert(head + 1, pipeline.keep_seeds)
+    alone = sorted([0, head, *layers])
+    row = [pipeline.seed if i == head else parts[i].run for i in alone]
+    step = whole + row * count
+    spans = lab.spans({Stream.GPU: step * 2})[Stream.GPU][len(step) + len(whole) :]
+    return {i: lengths(spans[n :: len(row)]) for n, i in enumerate(alone) if i in layers}
 
 
 def _rows(
@@ -167,8 +175,8 @@ class _Pipeline:
         self.runner.prologue(self.of(self.mini.graph.stages[0].name))
 
     def keep_seeds(self) -> None:
-        """The gradients that the head has just left."""
-        self.seeds = dict(self.runner.values.grads)
+        """Copies of the gradients that the head has just left: a layer's backward may write into its own."""
+        self.seeds = {name: grad.clone() for name, grad in self.runner.values.grads.items()}
 
     def seed(self) -> None:
         """In the head's place: the gradients that it left before."""
