@@ -39,8 +39,8 @@ class MachineOptions:
     `peer_timeout_s`, `peer_absence_s`: see hangs.py; inf to wait for ever.
     `update_kernel`: "native", "torch" or "auto". `num_threads`: CPU threads of the update. `native_queue`: native updates run
     without Python, unless there is a `delay`. Test modes: `delay` gives the seconds to sleep before an op, by name; `pause` those
-    that a GPU waits before it runs an op that it has been given; `poison` fills weight slots with NaN before they are refilled;
-    `trace` gets each op's name, stream, start and end in seconds.
+    that a GPU waits before it runs an op that it has been given; `poison` fills with NaN what nobody reads any more: slots of
+    weights and gradients, activations on the device and the host; `trace` gets each op's name, stream, start and end in seconds.
     """
 
     update_kernel: str = "auto"

@@ -1,4 +1,4 @@
-"""Injected delays: what makes rare orders of a plan's ops common. For `MachineOptions.delay`."""
+"""Injected delays: what makes rare orders of a plan's ops common. For `MachineOptions.delay`, and `pause` on a GPU."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Delays:
         return self._random.random() * 1e-3 if self._random.random() < 0.2 else 0.0
 
 
-def late_on_gpu(seed: int, head: str = "", share: float = 0.3, **options: Any) -> MachineOptions:
-    """Some of the ops whose names begin with `head` begin up to 2 ms late, once they have been issued; of the even seeds all are
-    issued late as well, of the odd ones updates run natively. Released slots are filled with NaN.
+def options_late_on_gpu(seed: int, head: str = "", share: float = 0.3) -> MachineOptions:
+    """A `share` of the ops whose names begin with `head` begin up to 2 ms late, though they have been issued. Of even seeds as
+    many are issued late, too; of odd ones updates run natively. Released slots are filled with NaN.
     """
     rng = random.Random(seed)
 
     def late(op: str) -> float:
         return rng.random() * 2e-3 if op.startswith(head) and rng.random() < share else 0.0
 
-    return MachineOptions(delay=None if seed % 2 else late, pause=late, poison=True, **options)
+    return MachineOptions(delay=None if seed % 2 else late, pause=late, poison=True)
 
 
 def each_kind_slow(plan: slidedp.Plan, batch: Any, digest_of: Callable[[slidedp.Plan], str]) -> dict[OpKind, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from clipping_cases import Fused, fused_gpt
-from delays import late_on_gpu
+from delays import options_late_on_gpu
 from rank_cases import model as gpt_without_key_biases
 from tiny_models import lm_batch
 from training import assert_same_tensors, norm_wise, rounded, state_of, train_resident
@@ -35,7 +35,7 @@ def train(model, batches, policy, late=None, **options):
     """Results, and the state after them, of steps with nothing between them that waits."""
     plan = slidedp.compile(copy.deepcopy(model), optimizer=OPTIMIZER, device="cuda", policy=policy, solver="rule", **options)
     if late is not None:
-        plan._options = replace(plan._options, delay=late.delay, pause=late.pause, poison=True)
+        plan._options = replace(plan._options, delay=late.delay, pause=late.pause, poison=late.poison)
     results: list[StepResult] = [plan.run(batch) for batch in batches]
     state = state_of(plan)
     plan.close()
@@ -78,7 +78,7 @@ def test_delays_and_poison_change_no_bit():
     for policy in POLICIES:
         _, want = train(model, batches, policy, max_grad_norm=MAX_NORM)
         for seed in range(6):
-            _, got = train(model, batches, policy, late_on_gpu(seed), max_grad_norm=MAX_NORM)
+            _, got = train(model, batches, policy, options_late_on_gpu(seed), max_grad_norm=MAX_NORM)
             assert_same_tensors(got.params, want.params, f"{policy}, seed {seed}")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slidedp.compiler.layergraph import cut_chunks, shard
 from slidedp.compiler.ops import Stream
 from slidedp.compiler.tracing.tracer import trace
-from slidedp.executor.devices.backend import Backend
+from slidedp.executor.devices.backend import POISON_BLOCK, Backend, poison
 from slidedp.executor.devices.devices import open_backend
 from slidedp.executor.ranks.collectives import StagedGloo, open_collectives
 from slidedp.executor.stages.binding import Binding
@@ -86,6 +86,22 @@ def test_batches_sent_ahead_arrive_and_the_host_copy_may_change_at_once(backend:
                               need_done=True).wait_done(60)  # fmt: skip
         assert [s.there is not None for s in sent] == [True, False, False, True]
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, want, strict=True))
+    streams.close()
+
+
+def test_poison_lets_copies_that_are_under_way_have_what_they_copy(backend: Backend) -> None:
+    streams = backend.open_streams(pause=lambda name: 0.01)
+    source = backend.pinned(3 * POISON_BLOCK + 7, torch.float32)
+    source.fill_(1.0)
+    target = backend.empty(source.numel(), torch.float32)
+
+    def task() -> None:
+        backend.copy(target, source)
+        poison(source, backend.device)
+
+    assert streams.submit(Stream.H2D, task, need_done=True).wait_done(60)
+    assert target.eq(1).all()
+    assert source.isnan().all()
     streams.close()
 
 

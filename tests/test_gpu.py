@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import rank_cases
 import torch
-from delays import late_on_gpu
+from delays import options_late_on_gpu
 from tiny_models import PlainGPT, family, lm_batch
 from training import norm_wise, rounded, train_resident
 
@@ -133,7 +133,7 @@ def test_delays_and_poison_change_no_bit():
     want = train_streamed(model, batches, policy={"window": 2, "chunks": 3})
     for seed in range(20):
         policy = {"window": 2, "chunks": 3, "source": "cast" if seed // 2 % 2 else "shadow"}
-        got = train_streamed(model, batches, late_on_gpu(seed), policy=policy)
+        got = train_streamed(model, batches, options_late_on_gpu(seed), policy=policy)
         assert got[0] == want[0]
         assert all(torch.equal(got[1][n], p) for n, p in want[1].items())
     torch.use_deterministic_algorithms(False)
@@ -161,7 +161,7 @@ def test_activation_choices_change_no_bit():
     want = run({"act": "recompute"})
     for policy in CHOICES:
         rng = random.Random(str(policy))
-        late = [late_on_gpu(seed, rng.choice(["act_offload", "act_reload", "bwd", ""]), share=0.5) for seed in range(2)]
+        late = [options_late_on_gpu(seed, rng.choice(["act_offload", "act_reload", "bwd", ""]), share=0.5) for seed in range(2)]
         for options in (None, *late):
             got = run(policy, options)
             assert got[0] == want[0], policy
@@ -187,7 +187,7 @@ def test_qwen3_06b_activation_choices():
             print(f"\n{name:<20} {seconds:.3f} s, GiB allocated {peak[name] / 2**30:.2f}, planned {planned[name] / 2**30:.2f}")
         with slidedp.compile(qwen3("0.6b").to("cpu", torch.float32), optimizer=OPTIMIZER, device="cuda", policy=policy,
                              solver="rule") as plan:
-            plan._options = replace(late_on_gpu(1), poison=False)
+            plan._options = replace(options_late_on_gpu(1), poison=False)
             losses[f"{name}, late"] = [plan.run(batch).loss for batch in batches]
     want = losses["recompute"]
     assert {name: found for name, found in losses.items() if found != want} == {}, want

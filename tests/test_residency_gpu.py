@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from delays import late_on_gpu
+from delays import options_late_on_gpu
 from test_bad_input import Exploding, squared_error
 from test_gpu import qwen3, stream, token_batches
 from tiny_models import PlainGPT, lm_batch
@@ -61,7 +61,7 @@ def test_delays_and_poison_change_no_bit():
     for policy in (HBM | {"chunks": 2}, MIXED | {"chunks": 3, "window": 1, "grad_slots": 1}):
         want = train(model, batches, policy)
         for seed in range(10):
-            got = train(model, batches, policy, late_on_gpu(seed))
+            got = train(model, batches, policy, options_late_on_gpu(seed))
             assert got[0] == want[0], (policy, seed)
             assert all(torch.equal(got[1][n], p) for n, p in want[1].items()), (policy, seed)
 

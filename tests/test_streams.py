@@ -191,6 +191,15 @@ def test_wait_on_an_event_comes_only_after_its_record(streams, devices):
     assert log == ["a", "b"]
 
 
+def test_a_paused_op_is_issued_at_once_and_begins_later(streams, devices):
+    s, log = streams(devices=devices, pause=lambda name: 0.2 if name == "paused" else 0.0), []
+    paused = s.submit(Stream.GPU, lambda: devices[Stream.GPU].launch(lambda: log.append("device")), name="paused", need_done=True)
+    assert paused.wait_issued(WAIT_S)
+    log.append("host")
+    assert paused.wait_done(WAIT_S)
+    assert log == ["host", "device"]
+
+
 @pytest.mark.parametrize("failing", list(Stream))
 def test_an_error_unblocks_everything_and_surfaces_once(streams, failing):
     s, gate = streams(), threading.Event()
@@ -385,8 +394,8 @@ def test_callbacks_run_once_from_whichever_side_comes_last():
 def test_random_graphs_with_random_delays_keep_every_dependence(streams, devices, seed):
     """Ops of three steps submitted at once; each checks that all it waits for, of this step and the last, has ended."""
     rng = random.Random(seed)
-    s = streams(devices=devices, delay=lambda name: rng.random() * 4e-4 if rng.random() < 0.5 else 0.0)
-    s.pause = s.delay
+    late = lambda name: rng.random() * 4e-4 if rng.random() < 0.5 else 0.0  # noqa: E731
+    s = streams(devices=devices, delay=late, pause=late)
     ended: set[tuple[int, int]] = set()
     wrong: list[str] = []
 

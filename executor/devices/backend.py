@@ -6,14 +6,13 @@ machine without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slidedp.executor.streams.streams import Streams, Trace
+from slidedp.executor.streams.streams import Seconds, Streams, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,8 @@ class Backend(Protocol):
 
     device: torch.device
 
-    def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
-        """All streams, their threads running. The caller closes them."""
+    def open_streams(self, *, delay: Seconds | None = None, pause: Seconds | None = None, trace: Trace | None = None) -> Streams:
+        """All streams, their threads running. The caller closes them. Arguments: see :class:`Streams`."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat device buffer, uninitialised, at its exact size and for the backend's life."""
@@ -119,9 +118,9 @@ class CpuBackend:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
+    def open_streams(self, *, delay: Seconds | None = None, pause: Seconds | None = None, trace: Trace | None = None) -> Streams:
         # A thread's first torch op would run with OpenMP's default number of threads, not with the one that was set.
-        return Streams(enter=lambda stream: torch.get_num_threads() and None, delay=delay, trace=trace)
+        return Streams(enter=lambda stream: torch.get_num_threads() and None, delay=delay, pause=pause, trace=trace)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -184,14 +183,21 @@ class CpuBackend:
         pass
 
 
+POISON_BLOCK = 1 << 18
+"""Elements on the device from which memory of the host is poisoned."""
+
+
 def poison(tensor: Tensor, device: torch.device) -> None:
     """Test mode: fills a released slot with NaN, so that a read before the next write shows in the result.
 
-    In the calling thread's stream of `device`, memory of the host too: copies from it that have been issued may not have begun.
+    In the calling thread's stream of `device`; flat memory of the host too, by copies, since one from it that has been issued
+    there may not have begun.
     """
     assert tensor.is_floating_point() or tensor.dtype is torch.uint8, tensor.dtype
     nan = float("nan") if tensor.is_floating_point() else 0xFF  # all bits set is a NaN in every floating-point dtype
     if tensor.device == device:
         tensor.fill_(nan)
-    else:
-        tensor.copy_(torch.full_like(tensor, nan, device=device), non_blocking=True)
+        return
+    block = torch.full((min(tensor.numel(), POISON_BLOCK),), nan, dtype=tensor.dtype, device=device)
+    for part in tensor.split(POISON_BLOCK):
+        part.copy_(block[: part.numel()], non_blocking=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +22,7 @@ from slidedp.compiler.units import format_bytes
 from slidedp.executor.devices import garbage
 from slidedp.executor.devices.allocator import AllocatorCap, free_workspaces
 from slidedp.executor.devices.backend import RngState, Sent
-from slidedp.executor.streams.streams import Streams, Trace
+from slidedp.executor.streams.streams import Seconds, Streams, Trace
 
 _CYCLES_PER_S = 1.5e9  # of a multiprocessor, about
 
@@ -103,10 +102,10 @@ class CudaBackend:
         self._staging = _StagingPool(self.device, self._memory)
         self._batches = torch.cuda.Stream(self.device)
 
-    def open_streams(self, *, delay: Callable[[str], float] | None = None, trace: Trace | None = None) -> Streams:
+    def open_streams(self, *, delay: Seconds | None = None, pause: Seconds | None = None, trace: Trace | None = None) -> Streams:
         # Collectives first when both could run: others' GPUs wait for them.
         queues = {s: CudaQueue(self.device, -1 if s is Stream.COMM else 0, self._clock) for s in Stream if s not in OF_THE_HOST}
-        return Streams(queues, enter=partial(self._enter, queues), delay=delay, trace=trace)
+        return Streams(queues, enter=partial(self._enter, queues), delay=delay, pause=pause, trace=trace)
 
     def _enter(self, queues: dict[Stream, CudaQueue], stream: Stream) -> None:
         if stream in queues:

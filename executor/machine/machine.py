@@ -120,8 +120,8 @@ class Machine:
 
     def open(self, hbm_budget: int | None) -> None:
         """All that runs beside the user's thread."""
-        self.streams = self.backend.open_streams(delay=self.options.delay, trace=self.options.trace)
-        self.streams.pause = self.options.pause
+        delay, pause, trace = self.options.delay, self.options.pause, self.options.trace
+        self.streams = self.backend.open_streams(delay=delay, pause=pause, trace=trace)
         self.failure = Failure(self.streams, self.words, self.options, DRAINED)
         self.collectives.check = self.streams.check
         self.meetings = Meetings(self.words, Board.STEP, self.failure.check, self.failure.cause)

@@ -31,6 +31,9 @@ from slidedp.executor.streams.worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Devi
 JOIN_S = 10.0
 """How long `close` waits before it leaves threads behind (daemons, perhaps stuck in a dead peer's collective)."""
 
+Seconds = Callable[[str], float]
+"""Of an op, by its name."""
+
 Trace = Callable[[str, Stream, float, float], None]
 """Called with op name, stream, start and end in seconds on the clock of `time.perf_counter`."""
 
@@ -69,11 +72,11 @@ class OpStream(Worker):
             self._hold(ticket, waits, before)
             if streams.delay is not None:
                 time.sleep(streams.delay(ticket.name))
+            if streams.pause is not None and device is not None:
+                device.pause(streams.pause(ticket.name))
             timing = streams.trace is not None
             start = time.perf_counter() if timing else 0.0
             begin = device.record(blocking=False, timing=True) if timing and device is not None else None
-            if streams.pause is not None and device is not None:
-                device.pause(streams.pause(ticket.name))
             if streams.pulse is not None:
                 streams.pulse.started(self.stream, ticket.name)
             fn()
@@ -187,8 +190,8 @@ class Streams(Mapping[Stream, Worker]):
     """All streams of a rank. `devices`: the queues of those that issue to a device; the others run their ops on the host.
 
     enter: runs first in every stream's thread, with the stream (e.g. to choose its device).
-    delay: test mode; op name -> seconds that its stream sleeps before running it, to shake out missing edges. `pause`: the same,
-        that its device waits once it has been issued.
+    delay: test mode; op name -> seconds that its stream sleeps before running it, to shake out missing edges.
+    pause: the same, but the host goes on, and the device waits before it does the op's work.
     trace: receives each op's name, stream, start and end; device ops are then timed by events on the device. While there is
         one, `issues` receives the same of the host's issuing them.
     """
@@ -198,12 +201,12 @@ class Streams(Mapping[Stream, Worker]):
         devices: Mapping[Stream, DeviceQueue] | None = None,
         *,
         enter: Callable[[Stream], object] | None = None,
-        delay: Callable[[str], float] | None = None,
+        delay: Seconds | None = None,
+        pause: Seconds | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self.delay, self.trace = delay, trace
+        self.delay, self.pause, self.trace = delay, pause, trace
         self.issues: Trace | None = None
-        self.pause: Callable[[str], float] | None = None
         self.pulse: Pulse | None = None  # of several ranks: who is told of every op
         self.error: BaseException | None = None
         self._closed = False
