@@ -185,14 +185,14 @@ def test_two_collectives_share_the_gpu_link() -> None:
     assert line.step_us == pytest.approx(2 * GB / hw.gpu_link_gbps / 1e3, rel=0.001)
 
 
-@pytest.mark.parametrize(("backward_us", "update_us"), [(6100, 5900), (12_400, 9300)])
+@pytest.mark.parametrize(("backward_us", "update_us"), [(6100, 5800), (12_400, 9300)])
 def test_an_update_in_hbm_waits_for_the_products_beside_it(backward_us: int, update_us: int) -> None:
-    """A layer of Qwen3-4B on an H200 at batch 8 and 16: the update takes 1.2 ms alone, by which the backward is longer."""
+    """A layer of Qwen3-4B on an H200 at batch 8 and 16, as measured; alone it takes 1.2 ms, by which the backward is longer."""
     ops = (Op("bwd", OpKind.BACKWARD, Stream.GPU, "L00"), Op("update", OpKind.GPU_UPDATE, Stream.UPDATE, "L00", bytes=GB))
     alone_us = {"bwd": backward_us, "update": 1200}
     together = Edge("bwd", "update", Reason.DATA, 1), Edge("update", "bwd", Reason.DATA, 1)
     line = simulate(OpGraph(ops, together), lambda op: alone_us[op.name], contention=Contention(load_profile("h200x1")))
-    assert line.busy_us[Stream.UPDATE] == pytest.approx(update_us, rel=0.15)
+    assert line.busy_us[Stream.UPDATE] == pytest.approx(update_us, rel=0.08)
     assert line.busy_us[Stream.GPU] == line.step_us == pytest.approx(backward_us + 1200, rel=0.01)
 
 

@@ -65,12 +65,13 @@ with all state on the host 14.6. With COPY_ISSUE_US this gives the GPU's busy ti
 COPY_ISSUE_US = 100
 """For how long issuing a copy keeps the thread that issues compute waiting: of the interpreter there is one."""
 
-COMPUTE_US = 800
+COMPUTE_US = 850
 """A layer's forward that takes so long has the same share of the GPU as an update in HBM beside it, and one that takes longer so
 much more: each of the update's kernels waits for the products under way to end, which last the longer. A backward has twice as
-many products. Measured on H200s, Qwen3-4B, whose backwards take 6.1 ms at batch 8 and 12.4 at 16: updates in HBM that take 12
-picoseconds a parameter alone take 48 and 77 to 87 beside them; compute takes longer by what the update takes alone. In small
-pieces they take longer still."""
+many products. Measured on H200s, a layer of Qwen3-4B, whose update is planned with 1.2 ms alone (HBM_UPDATE_BYTES_PER_PARAM,
+costs.py): beside backwards of 6.1 ms (batch 8) it takes 5.8, beside such of 12.4 (batch 16) about 9.3, and the backward takes
+longer by about what it takes alone. Beyond these lengths, and for an epilogue, nobody has measured it. In smaller pieces it takes
+longer."""
 
 
 class Resource(StrEnum):
