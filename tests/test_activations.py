@@ -17,6 +17,7 @@ from slidedp.compiler.decisions import Activation, Boundary, Decisions, GroupDec
 from slidedp.compiler.footprint.memory import estimate_memory
 from slidedp.compiler.ops import OpKind
 from slidedp.compiler.text import parse_graph, print_graph
+from slidedp.executor.devices.parcels import Parcel
 from slidedp.executor.options import MachineOptions
 from slidedp.passes.pipeline import lower
 from slidedp.passes.verify import check
@@ -121,6 +122,19 @@ def test_a_missing_edge_is_found_by_delays(src, dst):
     except Exception as e:  # the backward has found nothing, or NaN
         outcome = repr(e)
     assert outcome != digest
+
+
+@pytest.mark.cpu
+def test_only_the_smallest_stays_where_a_little_is_missing():
+    """A kernel may save a few bytes more than the tracer knew of: attention's statistics, say. The views are of one storage."""
+    small, large, middle = torch.randn(3), torch.randn(1000), torch.randn(200)
+    device, size = torch.device("cpu"), 4096 + 1024
+    parcel, buffer = Parcel([small, large[:10], middle, large], device, size), torch.empty(size, dtype=torch.uint8)
+    parcel.pack(buffer, lambda target, source: target.copy_(source))
+    assert [parcel.start(t) for t in (small, large, middle)] == [None, 0, 4096]
+    assert parcel.num_bytes == size
+    assert torch.equal(buffer[:4000].view(torch.float32), large)
+    assert torch.equal(buffer[4096:4896].view(torch.float32), middle)
 
 
 # ---- graphs ----

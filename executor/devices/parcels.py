@@ -63,16 +63,17 @@ class Geometry(NamedTuple):
 class Parcel:
     """The storages of `tensors` that are on `device` and fit into `capacity` bytes, each once, aligned to STORAGE_ALIGN.
 
-    A storage that does not fit (another batch than the buffer was sized for) is not in it, and stays where it is.
+    Largest first: a storage that does not fit is not in it, and stays where it is. That happens with another batch than the
+    buffer was sized for, and by a little wherever a kernel saves more than the tracer could know of.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device, capacity: int) -> None:
         self._start: dict[int, int] = {}
         self._sources: list[Tensor] = []
         self.num_bytes = 0
-        for t in tensors:
-            size = aligned(t.untyped_storage().nbytes(), STORAGE_ALIGN)
-            if storage_of(t) not in self._start and t.device == device and self.num_bytes + size <= capacity:
+        sizes = ((aligned(t.untyped_storage().nbytes(), STORAGE_ALIGN), t) for t in tensors if t.device == device)
+        for size, t in sorted(sizes, key=lambda item: item[0], reverse=True):
+            if storage_of(t) not in self._start and self.num_bytes + size <= capacity:
                 self._start[storage_of(t)] = self.num_bytes
                 self._sources.append(whole(t))
                 self.num_bytes += size
