@@ -42,6 +42,7 @@ def main() -> None:
     # 3. Trainer's own arguments, with their own meaning. One that a plan would not honour is refused by name.
     training_args = TrainingArguments(
         output_dir=str(args.out),
+        use_cpu=not torch.cuda.is_available(),  # else several processes on a CPU take one another for the only one
         max_steps=args.steps,
         per_device_train_batch_size=args.batch,
         learning_rate=1e-4,

@@ -53,6 +53,14 @@ def test_refused_arguments_are_named_with_a_remedy(tmp_path, name, value, remedy
         trainer(SlideTrainer, LLAMA, arguments(tmp_path, **{name: value}))
 
 
+def test_processes_that_trainer_does_not_know_of(tmp_path, monkeypatch):
+    """As torchrun's are on a CPU without use_cpu=True."""
+    args = arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started, but TrainingArguments knows of 1: .* use_cpu=True"):
+        refuse_arguments(args)
+
+
 @pytest.mark.parametrize(("name", "value"), [("fp16", True), ("deepspeed", "zero3.json"), ("fsdp", "full_shard"),
                                              ("fsdp_config", {"version": 2}), ("parallelism_config", "tp"), ("debug", "tpu")])
 def test_refused_arguments_that_need_other_machines_to_be_made(tmp_path, name, value):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -101,6 +102,9 @@ def refuse_arguments(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs in one process would need torch.nn.DataParallel: start a process for each "
                          f"(torchrun --nproc-per-node {args.n_gpu}), or let it see one GPU with CUDA_VISIBLE_DEVICES=0")
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > args.world_size:
+        raise ValueError(f"{started} processes were started, but TrainingArguments knows of {args.world_size}: each would train "
+                         "on the same rows; without GPUs give it use_cpu=True")
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ValueError("TrainingArguments(average_tokens_across_devices=False) is not supported by SlideTrainer: the loss is "
                          "the mean over the tokens of all ranks; leave it out")
