@@ -7,8 +7,7 @@ in the number of GPUs that share it and in whether there is a link between them.
   sequences), so only the time a sequence takes matters, not its length. Layers must be recomputed, because 64 sequences a
   GPU do not fit 80 GB otherwise; at 1024 tokens that would be 87 % of the datasheet's peak, which nothing reaches;
 - one host, the same for 4 and 8 GPUs, whose memory moves 70 GB/s: that is where published casts for two GPUs stop. It matters:
-  at 60 to 80 GB/s the gains are 25 to 19 % with a link and 18 % without; at 100 there is a gain of 4 % with a link, for then
-  the host keeps up with the GPUs either way;
+  at 60, 80 and 100 GB/s the gains are 35, 26 and 14 % with a link, and 15, 16 and 20 % without;
 - both routes deliver the BF16 shadow that the update keeps, and gradients are summed between the GPUs. (When every rank casts
   for itself, `--fix source=cast`, sharding wins with and without a link: the published gain of the replicated route is then out
   of reach, as each rank's cast of the whole model is too much for this host.);

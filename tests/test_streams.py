@@ -192,12 +192,15 @@ def test_wait_on_an_event_comes_only_after_its_record(streams, devices):
 
 
 def test_a_paused_op_is_issued_at_once_and_begins_later(streams, devices):
-    s, log = streams(devices=devices, pause=lambda name: 0.2 if name == "paused" else 0.0), []
-    paused = s.submit(Stream.GPU, lambda: devices[Stream.GPU].launch(lambda: log.append("device")), name="paused", need_done=True)
+    gpu, over, asked, log = devices[Stream.GPU], threading.Event(), [], []
+    gpu.pause = lambda seconds: (asked.append(seconds), gpu.launch(lambda: over.wait(WAIT_S)))
+    s = streams(devices=devices, pause=lambda name: 0.2 if name == "paused" else 0.0)
+    paused = s.submit(Stream.GPU, lambda: gpu.launch(lambda: log.append("ran")), name="paused", need_done=True)
     assert paused.wait_issued(WAIT_S)
-    log.append("host")
+    assert (asked, log, paused.done) == ([0.2], [], False)
+    over.set()
     assert paused.wait_done(WAIT_S)
-    assert log == ["host", "device"]
+    assert log == ["ran"]
 
 
 @pytest.mark.parametrize("failing", list(Stream))
